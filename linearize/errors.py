@@ -1,0 +1,43 @@
+"""Mistakes a person can mend, told in one line: what is wrong, the value received, the fix."""
+
+from __future__ import annotations
+
+
+def one_line(text: object) -> str:
+    """The text with every run of white space, newlines included, made one blank."""
+    return " ".join(str(text).split())
+
+
+class UserError(Exception):
+    """Something the user can put right. `str()` is one line; the command prints it and exits with `exit_code`.
+
+    what   what is wrong, in words ("no such file")
+    value  what was received, shown with repr for text so that blanks and empty strings are seen; None shows nothing
+    fix    what to do next: a command, a flag or a key
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, value: object = None, fix: str | None = None) -> None:
+        super().__init__(what)
+        self.what, self.value, self.fix = what, value, fix
+
+    def __str__(self) -> str:
+        line = one_line(self.what)
+        if self.value is not None:
+            line += f" (got {one_line(repr(self.value) if isinstance(self.value, str) else self.value)})"
+        return f"{line}: {one_line(self.fix)}" if self.fix else line
+
+    def __reduce__(self):
+        # Exception's own rule would call the class with `what` alone and lose the other two parts on the way from a worker.
+        return _rebuild, (type(self), self.what, self.value, self.fix)
+
+
+class UsageError(UserError):
+    """The command itself was wrong: an unknown flag, a value that does not parse, two flags that exclude each other."""
+
+    exit_code = 2
+
+
+def _rebuild(kind: type[UserError], what: str, value: object, fix: str | None) -> UserError:
+    return kind(what, value=value, fix=fix)
