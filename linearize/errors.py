@@ -29,7 +29,7 @@ class UserError(Exception):
         return f"{line}: {one_line(self.fix)}" if self.fix else line
 
     def __reduce__(self):
-        # Exception's own rule would call the class with `what` alone and lose the other two parts on the way from a worker.
+        # Exception's own rule rebuilds the error from `what` alone: the rest would be lost on the way from a worker.
         return _rebuild, (type(self), self.what, self.value, self.fix)
 
 
