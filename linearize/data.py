@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from transformers import DynamicCache
 
 from linearize.errors import UserError
 
@@ -107,6 +108,34 @@ def _expand(part: str) -> list[Path]:
     )
 
 
+class _ZstdFrames(io.RawIOBase):
+    """Bytes of a .zst file of any number of frames. zstandard's own reader takes a truncated file for a whole one."""
+
+    def __init__(self, raw: io.BufferedIOBase, decompressor):
+        self.raw, self.decompressor = raw, decompressor
+        self.frame = None
+        self.packed = b""
+        self.ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target) -> int:
+        while not len(self.ready):
+            if self.frame is not None and self.frame.eof:
+                self.packed, self.frame = self.frame.unused_data, None
+            packed, self.packed = self.packed or self.raw.read(1 << 17), b""
+            if not packed:
+                if self.frame is not None:
+                    raise EOFError("the file ends in the middle of a frame")
+                return 0
+            self.frame = self.frame or self.decompressor.decompressobj()
+            self.ready = memoryview(self.frame.decompress(packed))
+        size = min(len(target), len(self.ready))
+        target[:size], self.ready = self.ready[:size], self.ready[size:]
+        return size
+
+
 @contextmanager
 def _opened(file: Path) -> Iterator[io.BufferedIOBase]:
     """Open for reading bytes, decompressed; every failure of disk or archive becomes a UserError."""
@@ -121,8 +150,7 @@ def _opened(file: Path) -> Iterator[io.BufferedIOBase]:
                 ) from None
             damaged += (zstandard.ZstdError,)
             with open(file, "rb") as raw:
-                reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-                yield io.BufferedReader(reader)
+                yield io.BufferedReader(_ZstdFrames(raw, zstandard.ZstdDecompressor()), 1 << 20)
         elif file.name.endswith(".gz"):
             with gzip.open(file, "rb") as stream:
                 yield stream
@@ -439,7 +467,7 @@ def self_text(
         raise UserError("nothing to sample", value=asked, fix="ask for at least 1 token, context 2, batch 1")
     wanted = -(-tokens // context)
     sampler = _Sampler(model, tokenizer, context, batch_size, torch.device(device), temperature)
-    folder = None if cache_path is None else Path(cache_path) / sampler.key(seed)
+    folder = None if cache_path is None else _cache_folder(Path(cache_path) / sampler.key(seed))
     report = progress or (lambda _: None)
     ids, positions = [], []
     for index in range(-(-wanted // batch_size)):
@@ -492,7 +520,7 @@ class _Sampler:
         position = torch.zeros(batch, dtype=torch.int64, device=device)
         ends = torch.tensor(self.ends, dtype=torch.int64, device=device)
         first_free = 0 if self.bos is None else 1  # position of a document's random token
-        cache = logits = None
+        cache, logits = DynamicCache(config=self.model.config), None
         for t in range(self.context):
             # Every draw is made for every row, needed or not: the stream of random numbers never depends on the text.
             pick = torch.randint(len(self.starts), (batch,), generator=generator, device=device)
@@ -511,10 +539,10 @@ class _Sampler:
                     input_ids=token[:, None],
                     attention_mask=visible[:, : t + 1],
                     position_ids=position[:, None],
-                    past_key_values=cache,
+                    cache=cache,
                     use_cache=True,
                 )
-                cache, logits = out.past_key_values, out.logits[:, -1]
+                logits = out.logits[:, -1]
                 if not torch.isfinite(logits).all():
                     raise UserError(
                         "the teacher's logits are not finite",
@@ -525,6 +553,14 @@ class _Sampler:
             position = torch.where(ended, 0, position + 1)
             step_done()
         return {"ids": ids.int().cpu(), "positions": positions.int().cpu()}
+
+
+def _cache_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError("the sampled text cannot be kept", value=folder, fix=f"check it ({error.strerror})") from error
+    return folder
 
 
 def _load_batch(folder: Path | None, index: int, shape: tuple[int, int]) -> dict[str, torch.Tensor] | None:
@@ -546,11 +582,8 @@ def _save_batch(folder: Path | None, index: int, batch: dict[str, torch.Tensor])
     name = folder / f"batch-{index:05d}.safetensors"
     partial = name.with_suffix(f".{os.getpid()}.tmp")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(save_tensors(batch))
         os.replace(partial, name)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise UserError(
-            "the sampled text cannot be kept", value=name, fix=f"free some disk or check the folder ({error.strerror})"
-        ) from error
+        raise UserError("the sampled text cannot be kept", value=name, fix=f"check it ({error.strerror})") from error
