@@ -32,8 +32,9 @@ SUFFIXES = {
     | {f"{p}b": 10 ** (3 * i) for i, p in enumerate("kmgt", 1)}
     | {f"{p}ib": 2 ** (10 * i) for i, p in enumerate("kmgt", 1)},
 }
-# What linearize.mixers registers, known here without importing it.
-MIXER_KINDS = ("gdn", "gdn-standard")
+# The mixers of linearize.mixers, known here without importing them, and the keys under calibrate that each one takes.
+MIXER_OPTIONS = {"gdn": ("taps", "time_scales"), "gdn-standard": ()}
+MIXER_KINDS = tuple(MIXER_OPTIONS)
 
 KEEP_FORMS = "3,7,11 or 0-3,8 (layers), 25%, uniform:8, every:4, first:2, last:2 or none"
 
@@ -251,6 +252,18 @@ class Recipe:
     def values(self) -> dict[str, Any]:
         """Every key with its value, in order."""
         return {name: getattr(getattr(self, name.split(".")[0]), name.split(".")[1]) for name in OPTIONS}
+
+    def mixer_specs(self, n_layers: int) -> dict[int, dict[str, Any]]:
+        """What each converted layer of `n_layers` becomes: {"kind": ..., **mixer options} by layer, ascending.
+
+        The layers left out stay softmax. Raises UsageError as resolve_keep and resolve_mixers do.
+        """
+        kept = resolve_keep(self.convert.keep_softmax, n_layers)
+        kinds = resolve_mixers(self.convert.mixer, n_layers, kept)
+        return {
+            layer: {"kind": kind} | {name: getattr(self.calibrate, name) for name in MIXER_OPTIONS[kind]}
+            for layer, kind in kinds.items()
+        }
 
     def fingerprint(self) -> dict[str, Any]:
         """The keys that decide the weights: a half-finished run goes on only if they are what they were."""

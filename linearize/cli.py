@@ -1,0 +1,219 @@
+"""The command: one thin function a verb. Nothing heavy is imported until a verb runs."""
+
+import errno
+import functools
+import inspect
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from linearize import __version__
+from linearize.console import Console
+from linearize.errors import UsageError, UserError
+from linearize.recipe import GROUPS, OPTIONS, Option, Recipe, find_recipe, recipe_names, recipes_dir
+
+# typer keeps its exception classes private; the public BadParameter is a UsageError, which is a ClickException.
+ParserError = typer.BadParameter.__mro__[2]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    help="Turn softmax attention layers of a language model into linear-time mixers.",
+    epilog="Example: linearize convert HuggingFaceTB/SmolLM2-135M-Instruct out/smollm2 --keep-softmax 25%",
+    context_settings=HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+recipes_app = typer.Typer(help="List, show or copy the recipes that ship with linearize.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes", epilog="Example: linearize recipes show smollm2-135m-cpu-demo")
+
+ModelArg = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a .gguf file or a Hub id.", show_default=False)
+]
+OutArg = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the converted model.", show_default=False)]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe", "-r", metavar="NAME|PATH", help="Recipe to start from (linearize recipes ls).", show_default="none"
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Set a recipe key, e.g. -s align.lr=3e-4; may be repeated."),
+]
+METAVARS = {"text": "TEXT", "int": "N", "float": "X", "count": "N", "bytes": "SIZE"}
+
+
+def _flag(option: Option) -> Any:
+    """The command-line side of a recipe key. Values stay text: Recipe.resolve types them, with one set of messages."""
+    negative = f"/--no-{option.flag[2:]}" if option.kind == "bool" and option.in_file else ""
+    default = "" if option.kind == "bool" or option.default is None else f" Default: {option.shown}."
+    settings = typer.Option(
+        option.flag + negative,
+        *([option.short] if option.short else []),
+        help=option.help + default,
+        metavar="|".join(option.choices) or METAVARS.get(option.kind),
+        rich_help_panel=GROUPS[option.group].__doc__,
+        show_default=False,
+    )
+    return Annotated[bool | None if option.kind == "bool" else str | None, settings]
+
+
+def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb -r, -s and one flag for every recipe key; the verb itself receives the resolved `recipe`."""
+    kept = [p for p in inspect.signature(command).parameters.values() if p.name != "recipe"]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    added = [
+        inspect.Parameter("recipe", keyword, default=None, annotation=RecipeOption),
+        inspect.Parameter("sets", keyword, default=None, annotation=SetOption),
+        *(inspect.Parameter(o.param, keyword, default=None, annotation=_flag(o)) for o in OPTIONS.values()),
+    ]
+
+    @functools.wraps(command)
+    def verb(**given: Any) -> None:
+        flags = {option.name: given.pop(option.param) for option in OPTIONS.values()}
+        recipe = Recipe.resolve(given.pop("recipe"), given.pop("sets") or (), flags)
+        command(**given, recipe=recipe)
+
+    verb.__signature__ = inspect.Signature(kept + added)
+    verb.__annotations__ = {p.name: p.annotation for p in kept + added}
+    return verb
+
+
+def _console(recipe: Recipe) -> Console:
+    return Console(quiet=recipe.run.quiet, json=recipe.run.json, verbose=recipe.run.verbose)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        print(f"linearize {__version__}")
+        raise typer.Exit
+
+
+@app.command(epilog="Example: linearize plan HuggingFaceTB/SmolLM2-135M-Instruct --keep-softmax every:4")
+@takes_recipe
+def plan(model: ModelArg, recipe: Recipe) -> None:
+    """Say what convert would do: layers, memory, disk and tokens, from config and headers alone."""
+    from linearize.plan import plan_model
+
+    plan_model(model, recipe).show(_console(recipe))
+
+
+@app.command(
+    epilog="Example: linearize convert HuggingFaceTB/SmolLM2-135M-Instruct out/smollm2 --align-tokens 300k. "
+    "The same command again goes on where it was stopped."
+)
+@takes_recipe
+def convert(model: ModelArg, out: OutArg, recipe: Recipe) -> None:
+    """Convert MODEL and write the result to OUT."""
+    from linearize.convert import convert as run
+
+    try:
+        run(model, out, recipe, _console(recipe))
+    except KeyboardInterrupt:
+        print("\nstopped: state kept; run the same command to go on", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@recipes_app.command("ls", epilog="Example: linearize recipes ls")
+def recipes_ls(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """List the recipes."""
+    console = Console(json=json)
+    # The first comment line of a recipe says what it makes.
+    rows = [(name, _first_comment(recipes_dir() / name / "recipe.yaml")) for name in recipe_names()]
+    console.table("recipes", ("name", "what it makes"), rows)
+    console.result({"recipes": dict(rows)})
+
+
+def _first_comment(path: Path) -> str:
+    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
+@recipes_app.command("show", epilog="Example: linearize recipes show default")
+def recipes_show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe, or default for every key with its default.")],
+) -> None:
+    """Print a recipe."""
+    if name == "default":
+        print(Recipe().to_yaml("Every key with its default."), end="")
+    else:
+        print(find_recipe(name).read_text(encoding="utf-8"), end="")
+
+
+@recipes_app.command("cp", epilog="Example: linearize recipes cp smollm2-135m-cpu-demo my.yaml")
+def recipes_cp(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The recipe to copy.")],
+    path: Annotated[
+        Path | None, typer.Argument(metavar="PATH", help="Where to; NAME.yaml in this folder.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace PATH if it exists.")] = False,
+) -> None:
+    """Copy a recipe, to change it."""
+    source = find_recipe(name)
+    target = path or Path(f"{source.parent.name}.yaml")
+    if target.is_dir():
+        target /= f"{source.parent.name}.yaml"
+    if target.exists() and not overwrite:
+        raise UsageError("the file exists", value=str(target), fix="name another, or pass --overwrite")
+    shutil.copyfile(source, target)
+    print(f"wrote {target}: run it with linearize convert MODEL OUT -r {target}")
+
+
+def _explain(error: Exception) -> UserError:
+    """What is said of whatever ended a command: one line and an exit code."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, ParserError):
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "linearize"
+        return UsageError(error.format_message().rstrip("."), fix=f"see {command} --help")
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        need = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        what = f"out of memory ({need[1]} more needed)" if need else "out of memory"
+        return UserError(what, fix="lower --align-batch-tokens, --align-context or --calibrate-tokens")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return UserError(
+            "no space left on the disk", value=error.filename, fix="free some (linearize plan says how much)"
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return UserError(error.strerror or type(error).__name__, value=error.filename)
+    return UserError(f"{type(error).__name__}: {error}", fix="not expected; -v shows where it comes from")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command line without leaving the process; returns the exit code."""
+    try:
+        code = app(args=list(argv), prog_name="linearize", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        # The reader of our output is gone (`| head`); stop without a word, also in the flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            return 2
+        told = _explain(error)
+        if told is not error:
+            told.__cause__ = error
+        verbose = any(re.fullmatch(r"--verbose|-[qv]*v[qv]*", word) for word in argv)
+        Console(verbose=verbose).error(told)
+        return told.exit_code
+
+
+def main() -> None:
+    """Entry point of the `linearize` command."""
+    sys.exit(run(sys.argv[1:]))
