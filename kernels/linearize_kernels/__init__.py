@@ -1,0 +1,28 @@
+"""Sequence-mixer operators of `linearize`: torch everywhere, Triton kernels on GPUs.
+
+Importing this package touches no driver and does not need Triton.
+"""
+
+from .api import (
+    centre,
+    centre_step,
+    gated_delta,
+    gated_delta_step,
+    linear_attn,
+    linear_attn_step,
+    log_norm,
+    running_mean,
+    running_mean_step,
+)
+
+__all__ = [
+    "centre",
+    "centre_step",
+    "gated_delta",
+    "gated_delta_step",
+    "linear_attn",
+    "linear_attn_step",
+    "log_norm",
+    "running_mean",
+    "running_mean_step",
+]

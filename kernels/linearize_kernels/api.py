@@ -1,0 +1,334 @@
+"""Public operators: argument checks and dispatch by device.
+
+Common shapes. B rows, T tokens, H recurrence heads; q [B,T,Hq,K], k [B,T,Hk,K], v [B,T,Hv,V] of one dtype (bfloat16,
+float16, float32; float64 on the reference path); per-head scalars [B,T,H] float32; states [B,H,K,V] float32 (float64
+for float64 inputs). H is the head count of the scalars, which Hq, Hk and Hv must divide: recurrence head h reads head
+h // (H // Hx) of x, so grouped heads are blocks and nothing is repeated by the caller.
+
+Packed sequences: `cu_seqlens` [S+1] integers from 0 to T, non-decreasing; then B = 1 and per-sequence tensors have S
+rows. Padding: a token with beta = gain = 0 and log_decay = 0 (for the running statistics log_write = -inf and
+log_forget = 0) changes nothing; its own output rows are finite and unspecified.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+MAX_STEP = 8
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _fail(what: str, value: object, fix: str) -> None:
+    raise ValueError(f"{what} (got {value}): {fix}")
+
+
+def _check_rows(name: str, x: Tensor, batch: int, tokens: int, heads: int) -> None:
+    if x.dim() != 4 or tuple(x.shape[:2]) != (batch, tokens):
+        _fail(f"{name} must be [B,T,heads,dim] with B={batch}, T={tokens}", tuple(x.shape), "pass matching tensors")
+    if x.dtype not in _FLOATS:
+        _fail(f"{name} has an unsupported dtype", x.dtype, "use bfloat16, float16, float32 or float64")
+    if x.shape[2] == 0 or heads % x.shape[2]:
+        _fail(f"heads of {name} must divide the {heads} recurrence heads", x.shape[2], "check the head grouping")
+
+
+def _check_scalar(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    if x is not None and tuple(x.shape) != shape:
+        _fail(f"{name} must have shape {shape}", tuple(x.shape), "per-head scalars are [B,T,H]")
+
+
+def _check_packing(cu_seqlens: Tensor | None, batch: int, tokens: int) -> int:
+    """Number of independent sequences."""
+    if cu_seqlens is None:
+        return batch
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        _fail("cu_seqlens must be [S+1] int32 or int64", tuple(cu_seqlens.shape), "give the bounds of each sequence")
+    if batch != 1:
+        _fail("packed sequences need batch 1", batch, "flatten the rows and give their bounds in cu_seqlens")
+    if cu_seqlens.device.type == "cpu":
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in zip(bounds[:-1], bounds[1:], strict=True)):
+            _fail(f"cu_seqlens must rise from 0 to T={tokens}", bounds, "cover every token exactly once")
+    return cu_seqlens.numel() - 1
+
+
+def _check_state(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    if x is not None and tuple(x.shape) != shape:
+        _fail(f"{name} must have shape {shape}", tuple(x.shape), "one state per sequence and recurrence head")
+
+
+def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_final_state, cu_seqlens, add_to):
+    gates = gain if beta is None else beta
+    if gates.dim() != 3:
+        _fail("gain and beta must be [B,T,H]", tuple(gates.shape), "pass one scalar per recurrence head")
+    batch, tokens, heads = gates.shape
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x, batch, tokens, heads)
+    if not q.dtype == k.dtype == v.dtype:
+        _fail("q, k and v must share one dtype", (q.dtype, k.dtype, v.dtype), "cast them alike")
+    if q.shape[-1] != k.shape[-1]:
+        _fail("q and k must have the same dim", (q.shape[-1], k.shape[-1]), "check the projections")
+    for name, x in (("log_decay", log_decay), ("gain", gain)):
+        _check_scalar(name, x, (batch, tokens, heads))
+    sequences = _check_packing(cu_seqlens, batch, tokens)
+    _check_state("initial_state", initial_state, (sequences, heads, k.shape[-1], v.shape[-1]))
+    _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
+    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    o, final = reference.chunk_gated_delta(q, k, v, log_decay, beta, gain, scale, initial_state, cu_seqlens, add_to)
+    return o, final if output_final_state else None
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor,
+    *,
+    gain: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule, decay first, then erase and write (Gated DeltaNet; derivation.md §4).
+
+        S <- exp(log_decay) S;   y = gain v - beta S^T k;   S <- S + k y^T;   o = scale S^T q + add_to
+
+    Keys need no normalisation: (c k, beta / c^2, gain / c) is the same recurrence for any c > 0.
+
+    Args:
+        log_decay: [B,T,H], finite and <= 0; None for no decay (DeltaNet).
+        beta: [B,T,H] what is erased. gain: [B,T,H] what is written; None means gain = beta.
+        scale: factor of the read; None means K**-0.5.
+        initial_state, add_to: [B,H,K,V] (or [S,H,K,V]) and [B,T,H,V]; None means zero.
+        output_final_state: also return the state after the last token.
+
+    Returns:
+        (o [B,T,H,V] in q's dtype, final state or None). Differentiable once in every tensor argument.
+
+    Raises:
+        ValueError: a shape, dtype or head count that does not fit.
+    """
+    gain = beta if gain is None else gain
+    return _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_final_state, cu_seqlens, add_to)
+
+
+def linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Decayed linear attention, `gated_delta` without the erase (derivation.md §3): S <- exp(log_decay) S + gain k v^T.
+
+    Arguments, results and errors as `gated_delta`.
+    """
+    return _delta_rule(q, k, v, log_decay, None, gain, scale, initial_state, output_final_state, cu_seqlens, add_to)
+
+
+def _check_statistics(log_write: Tensor, log_forget: Tensor, log_z: Tensor | None, cu_seqlens: Tensor | None) -> int:
+    if log_write.dim() != 3:
+        _fail("log_write must be [B,T,H]", tuple(log_write.shape), "pass one scalar per recurrence head")
+    _check_scalar("log_forget", log_forget, tuple(log_write.shape))
+    _check_scalar("lZ", log_z, tuple(log_write.shape))
+    return _check_packing(cu_seqlens, *log_write.shape[:2])
+
+
+def log_norm(
+    log_write: Tensor, log_forget: Tensor, *, initial_log_z: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Log normaliser of the write weights (derivation.md §2): Z_t = exp(log_forget_t) Z_{t-1} + exp(log_write_t).
+
+    Args:
+        log_write: [B,T,H], -inf writes nothing. log_forget: [B,T,H], finite and <= 0.
+        initial_log_z: [B,H] or [S,H], log Z before the first token; None means Z = 0.
+
+    Returns:
+        lZ = log Z [B,T,H] in log_write's dtype, computed in float64; -inf until something is written.
+    """
+    sequences = _check_statistics(log_write, log_forget, None, cu_seqlens)
+    _check_state("initial_log_z", initial_log_z, (sequences, log_write.shape[2]))
+    return reference.chunk_log_norm(log_write, log_forget, initial_log_z, cu_seqlens)
+
+
+def centre(
+    k: Tensor,
+    v: Tensor,
+    log_write: Tensor,
+    log_forget: Tensor,
+    lZ: Tensor,
+    *,
+    initial_mean: tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Keys and values minus their running means *before* each token (derivation.md §2-4).
+
+        b_t = exp(log_write_t - lZ_t);   kbar_t = kbar_{t-1} + b_t (k_t - kbar_{t-1});   kd_t = k_t - kbar_{t-1}
+
+    vd, vbar likewise; k_t - kbar_t = (1 - b_t) kd_t exactly. Means are per recurrence head, because log_write is.
+
+    Args:
+        log_write, log_forget, lZ: [B,T,H], lZ from `log_norm`. Their gradients are the partial ones of this op, lZ
+            being a variable of its own; through `log_norm` they add up to the total.
+        initial_mean: (kbar [B,H,K], vbar [B,H,V]) before the first token; None if nothing was seen.
+
+    Returns:
+        kd [B,T,H,K], vd [B,T,H,V], vbar [B,T,H,V] (the mean including token t) in the inputs' dtype,
+        rho2 [B,T,H] = |kd|^2, and the final (kbar, vbar) in float32 (float64). Where nothing was seen before a token,
+        kd = vd = 0; where nothing was seen up to it, vbar = 0.
+    """
+    sequences = _check_statistics(log_write, log_forget, lZ, cu_seqlens)
+    batch, tokens, heads = log_write.shape
+    _check_rows("k", k, batch, tokens, heads)
+    _check_rows("v", v, batch, tokens, heads)
+    if initial_mean is not None:
+        _check_state("initial_mean[0]", initial_mean[0], (sequences, heads, k.shape[-1]))
+        _check_state("initial_mean[1]", initial_mean[1], (sequences, heads, v.shape[-1]))
+    return reference.chunk_centre(k, v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
+
+
+def running_mean(
+    v: Tensor,
+    log_write: Tensor,
+    log_forget: Tensor,
+    lZ: Tensor,
+    *,
+    initial_mean: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Running mean of v with the weights of `centre`: one more time scale (derivation.md §6).
+
+    Arguments as `centre`. Returns (vbar [B,T,H,V] in v's dtype, final mean [B,H,V] or [S,H,V]).
+    """
+    sequences = _check_statistics(log_write, log_forget, lZ, cu_seqlens)
+    batch, tokens, heads = log_write.shape
+    _check_rows("v", v, batch, tokens, heads)
+    _check_state("initial_mean", initial_mean, (sequences, heads, v.shape[-1]))
+    return reference.chunk_running_mean(v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
+
+
+def _check_step(tokens: int, **tensors: Tensor | None) -> None:
+    if not 1 <= tokens <= MAX_STEP:
+        _fail(
+            f"a decode step takes 1 to {MAX_STEP} tokens", tokens, "prefill with the full operator and its final state"
+        )
+    for name, x in tensors.items():
+        if x is None:
+            _fail(f"{name} is missing", None, "allocate the decode state first")
+        if torch.is_grad_enabled() and x.requires_grad:
+            _fail(f"{name} requires grad and would be overwritten", "requires_grad", "decode under torch.no_grad()")
+
+
+@torch.no_grad()
+def _delta_rule_step(q, k, v, log_decay, beta, gain, scale, state, add_to):
+    batch, tokens, heads = gain.shape
+    _check_step(tokens, state=state)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x, batch, tokens, heads)
+    _check_scalar("log_decay", log_decay, (batch, tokens, heads))
+    _check_scalar("beta", beta, (batch, tokens, heads))
+    _check_state("state", state, (batch, heads, k.shape[-1], v.shape[-1]))
+    _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
+    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    o, new = reference.recurrent_gated_delta(q, k, v, log_decay, beta, gain, scale, state, None, add_to)
+    state.copy_(new)
+    return o, state
+
+
+def gated_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor,
+    *,
+    state: Tensor,
+    gain: Tensor | None = None,
+    scale: float | None = None,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta` for the next 1 to 8 tokens. `state` [B,H,K,V] is updated in place. No gradient.
+
+    Returns:
+        (o [B,T,H,V], state): the same tensor `state`, after the last token.
+    """
+    gain = beta if gain is None else gain
+    return _delta_rule_step(q, k, v, log_decay, beta, gain, scale, state, add_to)
+
+
+def linear_attn_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor,
+    *,
+    state: Tensor,
+    scale: float | None = None,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`linear_attn` for the next 1 to 8 tokens, as `gated_delta_step`. Returns (o, state)."""
+    return _delta_rule_step(q, k, v, log_decay, torch.zeros_like(gain), gain, scale, state, add_to)
+
+
+@torch.no_grad()
+def _mean_step(tensors, log_write, log_forget, log_z, means):
+    """lZ [B,T,H] and, per tensor, (centred, mean) [B,T,H,D]; `log_z` and `means` are updated in place."""
+    batch, tokens, heads = log_write.shape
+    _check_scalar("log_forget", log_forget, (batch, tokens, heads))
+    _check_step(tokens, log_z=log_z, mean=means[0])
+    _check_state("log_z", log_z, (batch, heads))
+    lZ = reference.chunk_log_norm(log_write, log_forget, log_z)
+    seen = torch.cat([log_z[:, None], lZ[:, :-1]], 1) > -torch.inf
+    results = []
+    for x, mean in zip(tensors, means, strict=True):
+        _check_rows("k and v", x, batch, tokens, heads)
+        _check_state("mean", mean, (batch, heads, x.shape[-1]))
+        centred, rows, final = reference.recurrent_means(x, log_write, lZ, mean)
+        mean.copy_(final)
+        results.append((torch.where(seen[..., None], centred, 0.0), rows))
+    log_z.copy_(lZ[:, -1])
+    return lZ, results
+
+
+def centre_step(
+    k: Tensor,
+    v: Tensor,
+    log_write: Tensor,
+    log_forget: Tensor,
+    *,
+    log_z: Tensor,
+    mean: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`log_norm` and `centre` for the next 1 to 8 tokens. No gradient.
+
+    `log_z` [B,H] and `mean` = (kbar [B,H,K], vbar [B,H,V]) are updated in place; before the first token they are
+    -inf and 0.
+
+    Returns:
+        (kd, vd, vbar, rho2, lZ [B,T,H]) as the full operators give them.
+    """
+    lZ, ((kd, _), (vd, vbar)) = _mean_step((k, v), log_write, log_forget, log_z, mean)
+    return kd.to(k.dtype), vd.to(v.dtype), vbar.to(v.dtype), kd.square().sum(-1), lZ
+
+
+def running_mean_step(
+    v: Tensor, log_write: Tensor, log_forget: Tensor, *, log_z: Tensor, mean: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`log_norm` and `running_mean` for the next 1 to 8 tokens. No gradient.
+
+    `log_z` [B,H] and `mean` [B,H,V] are updated in place. Returns (vbar [B,T,H,V], lZ [B,T,H]).
+    """
+    lZ, ((_, vbar),) = _mean_step((v,), log_write, log_forget, log_z, (mean,))
+    return vbar.to(v.dtype), lZ
