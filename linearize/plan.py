@@ -1,0 +1,340 @@
+"""What a conversion would do and need, from the config and the safetensors headers alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from linearize.console import Console, format_count
+from linearize.data import read_documents
+from linearize.errors import UsageError, UserError, one_line
+from linearize.families import Family, family_of
+from linearize.mixers import MIXERS, HeadShape
+from linearize.recipe import Recipe
+
+LENGTHS = (1024, 8192, 32768)  # tokens at which the caches are compared
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A teacher as far as its headers tell. shapes: tensor shapes by name; None for a .gguf file, which has others'.
+
+    download: bytes that convert fetches first. unpack: bytes of the dequantised copy that it keeps in its cache.
+    """
+
+    model: str
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    shapes: dict[str, tuple[int, ...]] | None
+    download: int = 0
+    unpack: bool = False
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer: what it is, what it becomes, and what it holds. Sizes in bytes, per sequence."""
+
+    layer: int
+    now: str
+    becomes: str
+    parameters: int  # of the attention module, which a converted layer keeps
+    mixer_parameters: int
+    kv_bytes_per_token: int
+    window: int | None
+    state_bytes: int
+
+    def cache_bytes(self, tokens: int, converted: bool) -> int:
+        """Bytes this layer holds of a sequence of `tokens`, as the teacher has it or as the student will."""
+        if converted and self.state_bytes:
+            return self.state_bytes
+        return self.kv_bytes_per_token * min(tokens, self.window or tokens)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `linearize plan` says. Sizes in bytes; memory and disk are estimates, see :func:`make_plan`."""
+
+    model: str
+    family: str
+    notes: str
+    dtype: str
+    parameters: int
+    mixer_parameters: int
+    layers: list[LayerPlan]
+    cache: list[dict[str, int]]
+    calibrate_tokens: int
+    align_tokens_per_layer: int
+    align_steps_per_layer: int
+    align_tokens: int
+    memory: dict[str, int]
+    disk: dict[str, int]
+
+    @property
+    def converted(self) -> list[int]:
+        return [layer.layer for layer in self.layers if layer.state_bytes]
+
+    def summary(self) -> str:
+        """The plan in one line, as convert prints it before it starts."""
+        kinds = sorted({layer.becomes for layer in self.layers if layer.state_bytes})
+        kept = [str(layer.layer) for layer in self.layers if not layer.state_bytes]
+        memory, disk = (format_bytes(sum(parts.values())) for parts in (self.memory, self.disk))
+        return (
+            f"{self.model}: {self.family}, {format_count(self.parameters)} parameters; {len(self.converted)} of "
+            f"{len(self.layers)} layers become {' and '.join(kinds)}, softmax stays in {', '.join(kept) or 'none'}; "
+            f"memory about {memory}, disk about {disk}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that --json prints: the numbers of the tables under stable keys."""
+        return asdict(self) | {
+            "converted_layers": self.converted,
+            "memory_bytes": sum(self.memory.values()),
+            "disk_bytes": sum(self.disk.values()),
+        }
+
+    def show(self, console: Console) -> None:
+        """Print the tables, or with --json the object."""
+        console.table(
+            f"{self.model} ({self.family}, {format_count(self.parameters)} parameters, {self.dtype})",
+            ("layer", "is", "becomes", "parameters", "new", "KV B/token", "state B", "breaks even at"),
+            [
+                (
+                    at.layer,
+                    at.now,
+                    at.becomes,
+                    at.parameters,
+                    at.mixer_parameters or None,
+                    at.kv_bytes_per_token,
+                    at.state_bytes or None,
+                    -(-at.state_bytes // at.kv_bytes_per_token) or None,
+                )
+                for at in self.layers
+            ],
+        )
+        console.table(
+            "cache of one sequence",
+            ("tokens", "teacher", "student", "student / teacher"),
+            [
+                (c["tokens"], *(format_bytes(c[who]) for who in ("teacher", "student")), c["student"] / c["teacher"])
+                for c in self.cache
+            ],
+        )
+        needs = [("calibration tokens", format_count(self.calibrate_tokens))]
+        needs.append(
+            (
+                "alignment tokens",
+                f"{format_count(self.align_tokens_per_layer)} x {len(self.converted)} layers "
+                f"({self.align_steps_per_layer} steps each)",
+            )
+        )
+        for title, parts in (("memory", self.memory), ("disk", self.disk)):
+            needs.append((title, f"about {format_bytes(sum(parts.values()))}"))
+            needs += [(f"  {name.replace('_', ' ')}", format_bytes(size)) for name, size in parts.items()]
+        console.table("what convert needs", ("", "amount"), needs)
+        if self.notes:
+            console.line(f"note: {self.notes}")
+        if warning := memory_warning(self):
+            console.warn(warning)
+        console.result(self.as_dict())
+
+
+def format_bytes(n: int) -> str:
+    """Three significant figures with a decimal unit: 950 B, 1.2 kB, 34.5 MB."""
+    count = format_count(n)
+    return f"{count[:-1]} {count[-1].replace('B', 'G')}B" if count[-1].isalpha() else f"{count} B"
+
+
+def plan_model(model: str, recipe: Recipe) -> Plan:
+    """The plan of `linearize convert MODEL`. Raises UserError for whatever would stop it from starting."""
+    check_device(recipe.run.device)
+    if recipe.data.source not in ("bundled", "self"):
+        read_documents(recipe.data.source)
+    return make_plan(read_source(model, recipe), recipe)
+
+
+def check_device(device: str) -> None:
+    """UsageError when the device is not on this machine."""
+    if device.startswith("cuda"):
+        found = torch.cuda.device_count()
+        if int(device.partition(":")[2] or 0) >= found:
+            fix = "use --device cpu" if not found else f"this machine has cuda:0 to cuda:{found - 1}"
+            raise UsageError("no such device", value=device, fix=fix)
+
+
+def read_source(model: str, recipe: Recipe) -> Source:
+    """Read config and headers of a folder, a .gguf file or a Hub id; nothing else is read or downloaded."""
+    options = {"trust_remote_code": recipe.model.trust_remote_code}
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        config = _text_config(model, path.parent, gguf_file=path.name)
+        return Source(model, config, torch.float32, None, unpack=True)
+    if path.exists():
+        from linearize.checkpoint import TensorIndex
+
+        config = _text_config(model, path, **options)
+        index = TensorIndex.open(path)
+        shapes = {name: tuple(index.shape(name)) for name in index.names()}
+        dtype = config.dtype or index.dtype(index.names()[0])
+        return Source(model, config, dtype, shapes)
+    config = _text_config(model, model, revision=recipe.model.revision, **options)
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        files = get_safetensors_metadata(model, revision=recipe.model.revision).files_metadata
+    except Exception as error:
+        raise UserError(
+            "cannot read the headers of the model's safetensors files", value=model, fix=str(error)
+        ) from error
+    tensors = {name: info for file in files.values() for name, info in file.tensors.items()}
+    dtype = config.dtype or SAFETENSORS_DTYPES.get(next(iter(tensors.values())).dtype, torch.float32)
+    size = sum(info.data_offsets[1] - info.data_offsets[0] for info in tensors.values())
+    return Source(model, config, dtype, {name: tuple(info.shape) for name, info in tensors.items()}, download=size)
+
+
+def _text_config(model: str, where: str | Path, **options: Any) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(where, **options).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        if Path(model).expanduser().exists():
+            raise UserError("cannot read the model's config", value=model, fix=one_line(error)) from error
+        looked = f"no file or folder {Path(model).expanduser().absolute()}; on the Hub: {one_line(error)}"
+        raise UserError("no such model", value=model, fix=looked) from error
+
+
+def make_plan(source: Source, recipe: Recipe) -> Plan:
+    """Work out the plan of a teacher. Raises UserError for a family or layers that cannot be converted.
+
+    Memory: one block in fp32 with AdamW's gradient and two moments for its attention and mixer, embeddings and head in
+    fp32, the hidden states of one layer's text for teacher and student in fp32, and one step's activations. Disk: the
+    checkpoint, the finished layers in fp32 that a stopped run goes on from, and a .gguf file's dequantised copy or the
+    download.
+    """
+    config, family = source.config, family_of(source.config)
+    with torch.device("meta"):
+        model = family.causal_lm_class()(config)
+    _check_tensors(source, model)
+    blocks = model.model.layers
+    shape = HeadShape.from_config(config)
+    specs = recipe.mixer_specs(len(blocks))
+    dtype = source.dtype if recipe.run.dtype == "auto" else getattr(torch, recipe.run.dtype)
+    layers = [_layer(i, block, family, config, shape, specs.get(i), dtype.itemsize) for i, block in enumerate(blocks)]
+
+    parameters = _count(model)
+    new = sum(layer.mixer_parameters for layer in layers)
+    trained = max(layer.parameters + layer.mixer_parameters for layer in layers if layer.state_bytes)
+    align, calibrate = recipe.align, recipe.calibrate
+    steps = align.tokens // align.batch_tokens
+    block = max(_count(block) for block in blocks)
+    text = max(steps * align.batch_tokens, calibrate.tokens, recipe.data.heldout_tokens)
+    batch = max(align.batch_tokens if align.tokens else 0, calibrate.context)
+    width = config.hidden_size + 2 * config.intermediate_size + 6 * shape.q_heads * shape.key_dim
+    disk = {
+        "checkpoint": parameters * dtype.itemsize + 4 * new,
+        "finished_layers": 4 * sum(at.parameters + at.mixer_parameters for at in layers if at.state_bytes),
+    }
+    if source.unpack:
+        disk["dequantised_copy"] = 4 * parameters
+    if source.download:
+        disk["download"] = source.download
+    return Plan(
+        model=source.model,
+        family=family.model_type,
+        notes=family.notes if any(layer.window for layer in layers if layer.state_bytes) else "",
+        dtype=str(dtype).removeprefix("torch."),
+        parameters=parameters,
+        mixer_parameters=new,
+        layers=layers,
+        cache=[
+            {
+                "tokens": tokens,
+                "teacher": sum(layer.cache_bytes(tokens, False) for layer in layers),
+                "student": sum(layer.cache_bytes(tokens, True) for layer in layers),
+            }
+            for tokens in LENGTHS
+        ],
+        calibrate_tokens=calibrate.tokens,
+        align_tokens_per_layer=align.tokens,
+        align_steps_per_layer=steps,
+        align_tokens=align.tokens * len(specs),
+        memory={
+            "block_and_optimizer": 4 * block + (12 * trained if align.tokens else 0),
+            "embeddings_and_head": 4 * (parameters - sum(_count(block) for block in blocks)),
+            "hidden_states": 2 * 4 * text * config.hidden_size,
+            "activations": 4 * batch * width,
+        },
+        disk=disk,
+    )
+
+
+def _layer(
+    i: int,
+    block: nn.Module,
+    family: Family,
+    config: PreTrainedConfig,
+    shape: HeadShape,
+    spec: dict | None,
+    itemsize: int,
+) -> LayerPlan:
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds and kinds[i] != "sliding_attention":
+        window = None
+    mixer_parameters = state = 0
+    if spec is not None:
+        options = {name: value for name, value in spec.items() if name != "kind"}
+        mixer = MIXERS[spec["kind"]]
+        state = mixer.state_bytes(shape, **options)
+        with torch.device("meta"):
+            mixer_parameters = _count(mixer(shape, **options))
+    now = f"softmax, window {window}" if window else "softmax"
+    return LayerPlan(
+        layer=i,
+        now=now,
+        becomes=spec["kind"] if spec else now,
+        parameters=_count(getattr(block, family.attention)),
+        mixer_parameters=mixer_parameters,
+        kv_bytes_per_token=itemsize * shape.kv_heads * (shape.key_dim + shape.value_dim),
+        window=window,
+        state_bytes=state,
+    )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _check_tensors(source: Source, model: nn.Module) -> None:
+    """UserError when the files lack a weight of the model or have it in another shape."""
+    if source.shapes is None:
+        return
+    wanted = dict(model.named_parameters())  # names a tied weight once
+    missing = [name for name in wanted if name not in source.shapes]
+    wrong = [name for name in wanted if name in source.shapes and tuple(wanted[name].shape) != source.shapes[name]]
+    if missing:
+        raise UserError(
+            f"the checkpoint lacks {len(missing)} tensors", value=source.model, fix=f"the first is {missing[0]}"
+        )
+    if wrong:
+        shapes = f"{list(source.shapes[wrong[0]])}, and config.json asks for {list(wanted[wrong[0]].shape)}"
+        raise UserError(
+            f"{len(wrong)} tensors do not fit the config", value=source.model, fix=f"{wrong[0]} is {shapes}"
+        )
+
+
+def memory_warning(plan: Plan) -> str | None:
+    """What to say when the machine has less memory than the plan asks for, or None."""
+    needed = sum(plan.memory.values())
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed <= here:
+        return None
+    return (
+        f"about {format_bytes(needed)} of memory are needed and this machine has {format_bytes(here)}: "
+        "lower --align-batch-tokens or --align-tokens"
+    )

@@ -1,0 +1,232 @@
+"""What `linearize plan` says against models that are really built, and that it exits 0 only if convert would run."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gguf import GGUFWriter
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
+
+from linearize import cli, plan
+from linearize.checkpoint import TensorIndex
+from linearize.errors import UserError
+from linearize.mixers import MIXERS, HeadShape
+from linearize.recipe import Recipe
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,  # not hidden / heads
+}
+KEEP_LAST = ["convert.keep_softmax=3"]
+
+
+def save(folder, config, **settings):
+    """Write a random model of the config and return it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, **settings)
+    return model
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    model = save(folder, LlamaConfig(**SIZES, tie_word_embeddings=True), max_shard_size="40kB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return SimpleNamespace(folder=folder, model=model)
+
+
+def plan_json(capsys, *argv):
+    assert cli.run(["plan", *map(str, argv), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return json.loads(out)
+
+
+def test_numbers_are_the_models(teacher, capsys):
+    said = plan_json(capsys, teacher.folder, "--mixer", "0=gdn,rest=gdn-standard", "--keep-softmax", "3")
+    shape = HeadShape.from_config(teacher.model.config)
+    mixers = [MIXERS["gdn"](shape, taps=4, time_scales=3), MIXERS["gdn-standard"](shape), MIXERS["gdn-standard"](shape)]
+    new = [sum(p.numel() for p in mixer.parameters()) for mixer in mixers]
+    states = [MIXERS["gdn"].state_bytes(shape, taps=4, time_scales=3), *[MIXERS["gdn-standard"].state_bytes(shape)] * 2]
+
+    assert said["parameters"] == teacher.model.num_parameters()
+    assert said["converted_layers"] == [0, 1, 2] and said["dtype"] == "bfloat16"
+    assert [layer["becomes"] for layer in said["layers"]] == ["gdn", "gdn-standard", "gdn-standard", "softmax"]
+    assert [layer["mixer_parameters"] for layer in said["layers"]] == [*new, 0]
+    assert [layer["state_bytes"] for layer in said["layers"]] == [*states, 0]
+    attention = sum(p.numel() for p in teacher.model.model.layers[0].self_attn.parameters())
+    assert {layer["parameters"] for layer in said["layers"]} == {attention}
+    per_token = 2 * 2 * (24 + 24)  # bf16 bytes, KV heads, keys and values
+    assert {layer["kv_bytes_per_token"] for layer in said["layers"]} == {per_token}
+    for at in said["cache"]:
+        assert at["teacher"] == 4 * per_token * at["tokens"]
+        assert at["student"] == per_token * at["tokens"] + sum(states)
+    assert [at["tokens"] for at in said["cache"]] == [1024, 8192, 32768]
+    assert said["disk"]["checkpoint"] == 2 * said["parameters"] + 4 * sum(new)
+    assert said["disk_bytes"] == sum(said["disk"].values()) and said["memory_bytes"] == sum(said["memory"].values())
+
+
+def test_kv_bytes_are_those_of_a_real_cache(teacher, capsys):
+    with torch.no_grad():
+        cache = teacher.model(torch.zeros(1, 7, dtype=torch.long), use_cache=True).cache
+    held = cache.layers[0].keys.nbytes + cache.layers[0].values.nbytes
+    assert plan_json(capsys, teacher.folder)["layers"][0]["kv_bytes_per_token"] * 7 == held
+
+
+def test_token_budget(teacher, capsys):
+    said = plan_json(
+        capsys, teacher.folder, "--align-tokens", "100k", "--align-batch-tokens", "4096", *("-s", *KEEP_LAST)
+    )
+    assert said["align_tokens_per_layer"] == 100_000 and said["align_steps_per_layer"] == 24
+    assert said["align_tokens"] == 300_000 and said["calibrate_tokens"] == Recipe().calibrate.tokens
+    untrained = plan_json(capsys, teacher.folder, "--align-tokens", "0")
+    assert untrained["align_steps_per_layer"] == 0 and untrained["memory_bytes"] < said["memory_bytes"]
+
+
+def test_table_has_the_numbers_of_the_object(teacher, capsys):
+    said = plan_json(capsys, teacher.folder)
+    assert cli.run(["plan", str(teacher.folder)]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    for layer in said["layers"]:
+        row = next(row for row in rows if row[:1] == [str(layer["layer"])])
+        assert row[2] == layer["becomes"] and str(layer["parameters"]) in row
+    assert plan.format_bytes(said["memory_bytes"]) in out and plan.format_bytes(said["disk_bytes"]) in out
+
+
+def test_summary_is_one_line(teacher):
+    line = plan.plan_model(str(teacher.folder), Recipe.resolve(None, KEEP_LAST)).summary()
+    assert "\n" not in line and "3 of 4 layers become gdn, softmax stays in 3" in line
+
+
+def test_no_weight_is_read(teacher, capsys, monkeypatch):
+    monkeypatch.setattr(TensorIndex, "get", lambda *a: pytest.fail("read a tensor"))
+    assert plan_json(capsys, teacher.folder)["family"] == "llama"
+
+
+def test_window_bounds_the_teachers_cache(tmp_path, capsys):
+    save(tmp_path, MistralConfig(**SIZES, sliding_window=16))
+    said = plan_json(capsys, tmp_path, "--keep-softmax", "3")
+    assert {layer["window"] for layer in said["layers"]} == {16}
+    assert {at["teacher"] for at in said["cache"]} == {4 * 16 * 192}
+    assert said["notes"]
+
+
+def test_gguf_reads_its_header(tmp_path, capsys):
+    path = tmp_path / "tiny.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_block_count(4)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(100)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    said = plan_json(capsys, path)
+    assert (said["family"], said["dtype"], len(said["layers"])) == ("llama", "float32", 4)
+    assert said["disk"]["dequantised_copy"] == 4 * said["parameters"]
+
+
+def test_hub_reads_config_and_headers_only(teacher, capsys, monkeypatch):
+    """Both calls are replaced, so that anything else that reaches for the network fails the test."""
+    weights = {name: t for file in teacher.folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    infos = {
+        n: SimpleNamespace(shape=list(t.shape), dtype="BF16", data_offsets=(0, t.nbytes)) for n, t in weights.items()
+    }
+    asked = []
+
+    def headers(repo, revision):
+        asked.append((repo, revision))
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=infos)})
+
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", headers)
+    config = AutoConfig.from_pretrained(teacher.folder)
+    monkeypatch.setattr(plan.AutoConfig, "from_pretrained", lambda where, **options: config)
+    said = plan_json(capsys, "someone/model", "--revision", "abc")
+    assert asked == [("someone/model", "abc")]
+    assert said["disk"]["download"] == sum(t.nbytes for t in weights.values())
+
+
+def test_unreachable_hub_is_one_line(capsys, monkeypatch):
+    def offline(where, **options):
+        raise OSError("We couldn't connect\nto the Hub")
+
+    monkeypatch.setattr(plan.AutoConfig, "from_pretrained", offline)
+    assert cli.run(["plan", "someone/model"]) == 1
+    err = capsys.readouterr().err
+    assert len(err.strip().splitlines()) == 1
+    assert "no such model (got 'someone/model'): no file or folder /" in err and "We couldn't connect to the Hub" in err
+
+
+@pytest.mark.parametrize(
+    "argv, code, words",
+    [
+        (["--keep-softmax", "0-3"], 2, "nothing to convert"),
+        (["--keep-softmax", "4"], 2, "no layer 4"),
+        (["--mixer", "0=gdn"], 2, "rest=gdn"),
+        (["--device", f"cuda:{torch.cuda.device_count()}"], 2, "no such device"),
+        (["--data", "nowhere.txt"], 1, "nowhere.txt"),
+    ],
+)
+def test_what_convert_would_refuse(teacher, capsys, argv, code, words):
+    assert cli.run(["plan", str(teacher.folder), *argv]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and words in err and len(err.strip().splitlines()) == 1
+
+
+def test_unsupported_family_says_why(tmp_path, capsys):
+    save(tmp_path, GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50))
+    assert cli.run(["plan", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "'gpt2'" in err and "Supported: llama" in err
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "no config"])
+def test_incomplete_checkpoint(tmp_path, capsys, damage):
+    save(tmp_path, LlamaConfig(**SIZES))
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.2.mlp.up_proj.weight"
+    if damage == "missing":
+        del weights[name]
+    elif damage == "shape":
+        weights[name] = weights[name][:-1].clone()
+    else:
+        (tmp_path / "config.json").unlink()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()  # saving drew a bar
+    assert cli.run(["plan", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert (name if damage != "no config" else "config") in err and len(err.strip().splitlines()) == 1
+
+
+def test_memory_warning(teacher):
+    small = plan.plan_model(str(teacher.folder), Recipe.resolve(None, ["align.tokens=10k"]))
+    assert plan.memory_warning(small) is None
+    large = plan.plan_model(str(teacher.folder), Recipe.resolve(None, ["align.tokens=100B"]))
+    assert "--align-tokens" in plan.memory_warning(large)
+
+
+def test_bytes():
+    assert [plan.format_bytes(n) for n in (950, 1200, 34_500_000, 2_070_000_000)] == [
+        "950 B",
+        "1.2 kB",
+        "34.5 MB",
+        "2.07 GB",
+    ]
+
+
+def test_errors_are_user_errors(teacher):
+    with pytest.raises(UserError):
+        plan.plan_model(str(teacher.folder / "nothing"), Recipe())
