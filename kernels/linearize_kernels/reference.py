@@ -212,21 +212,17 @@ class ChunkLayout:
         x = x.reshape(steps, self.batch, heads, self.chunk, *rest).transpose(2, 3).transpose(0, 1)
         return x.reshape(self.batch, steps * self.chunk, heads, *rest)[:, : self.tokens]
 
-    def rank(self, state: Tensor) -> Tensor:
-        """Per-sequence states, longest sequence first."""
-        return state[self.order] if self.packed else state
-
-    def scan(self, state: Tensor, step) -> tuple[Tensor, Tensor]:
-        """Run state = step(state, block of chunks). Returns (state entering each chunk, final states)."""
-        state = self.rank(state)
-        entering, finals, at = [], [], 0
-        for count in self.counts:
+    def scan(self, state: Tensor, step, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Run state = step(state, *rows of the chunks) over chunks. Returns (states at chunk entry, final states)."""
+        state = state[self.order] if self.packed else state
+        entering, finals = [], []
+        # Split once: slicing inside the loop would zero-fill a whole tensor per step in the backward pass.
+        for count, *block in zip(self.counts, *(x.split(self.counts) for x in rows), strict=True):
             if count < state.shape[0]:
                 finals.append(state[count:])
                 state = state[:count]
             entering.append(state)
-            state = step(state, slice(at, at + count))
-            at += count
+            state = step(state, *block)
         final = torch.cat([state, *reversed(finals)])
         if self.packed:
             final = final[self.inverse_order]
@@ -300,20 +296,23 @@ def chunk_gated_delta(
             )
             written, erased = solved.split([values.shape[-1], keys.shape[-1]], -1)
         write_keys = (keys if late is None else keys * late).mT
-        carry = None if reach is None else reach[..., -1:, :]
         state = initial_state
         if state is None:
             state = keys.new_zeros(plan.sequences, heads, k.shape[-1], v.shape[-1])
-        fresh = [] if beta is not None else write_keys @ written
+        carry = keys.new_ones(keys.shape[0], 1, 1, 1) if reach is None else reach[..., -1:, :]
+        if beta is None:
 
-        def step(state: Tensor, block: slice) -> Tensor:
-            kept = state if carry is None else carry[block] * state
-            if beta is None:
-                return kept + fresh[block]
-            y = written[block] - erased[block] @ state
-            return kept + write_keys[block] @ y
+            def step(state: Tensor, carry: Tensor, fresh: Tensor) -> Tensor:
+                return carry * state + fresh
 
-        entering, final = plan.scan(state.to(dtype), step)
+            rows = carry, write_keys @ written
+        else:
+
+            def step(state: Tensor, carry: Tensor, write_keys: Tensor, written: Tensor, erased: Tensor) -> Tensor:
+                return carry * state + write_keys @ (written - erased @ state)
+
+            rows = carry, write_keys, written, erased
+        entering, final = plan.scan(state.to(dtype), step, *rows)
         read = queries @ entering if reach is None else reach * (queries @ entering)
         y = written if beta is None else written - erased @ entering
         o = plan.merge(scale * (read + decayed @ y))
@@ -453,12 +452,11 @@ class _MeanWeights:
         shift = (self._shift(x) if initial_mean is None else initial_mean).detach().to(dtype)
         start = torch.zeros_like(shift) if initial_mean is None else initial_mean.to(dtype) - shift
         rows = expand_heads(plan.split(x).to(dtype), heads, 1) - shift[plan.owner][..., None, :]
-        gained = self.last @ rows
 
-        def step(mean: Tensor, block: slice) -> Tensor:
-            return self.kept[block] * mean + gained[block]
+        def step(mean: Tensor, kept: Tensor, gained: Tensor) -> Tensor:
+            return kept * mean + gained
 
-        entering, final = plan.scan(start[..., None, :], step)
+        entering, final = plan.scan(start[..., None, :], step, self.kept, self.last @ rows)
         mean = entering + self.matrix @ (rows - entering)
         centred = plan.merge(rows - torch.cat([entering, mean[..., :-1, :]], -2))
         mean = plan.merge(mean + shift[plan.owner][..., None, :])
