@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,22 +19,24 @@ from linearize.errors import UsageError, UserError, one_line
 from linearize.families import Family, family_of
 from linearize.mixers import MIXERS, HeadShape
 from linearize.recipe import Recipe
+from linearize.teacher import open_teacher
 
 LENGTHS = (1024, 8192, 32768)  # tokens at which the caches are compared
-SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors names
 
 
 @dataclass(frozen=True)
 class Source:
-    """A teacher as far as its headers tell. shapes: tensor shapes by name; None for a .gguf file, which has others'.
+    """A teacher as far as its headers tell.
 
-    download: bytes that convert fetches first. unpack: bytes of the dequantised copy that it keeps in its cache.
+    shapes: tensor shapes by name that are still to be checked; None where open_teacher has checked them, and for a
+    .gguf file. download: bytes that convert fetches first. unpack: whether it keeps a dequantised copy in its cache.
     """
 
     model: str
     config: PreTrainedConfig
     dtype: torch.dtype
-    shapes: dict[str, tuple[int, ...]] | None
+    shapes: dict[str, tuple[int, ...]] | None = None
     download: int = 0
     unpack: bool = False
 
@@ -169,43 +173,51 @@ def check_device(device: str) -> None:
 
 
 def read_source(model: str, recipe: Recipe) -> Source:
-    """Read config and headers of a folder, a .gguf file or a Hub id; nothing else is read or downloaded."""
-    options = {"trust_remote_code": recipe.model.trust_remote_code}
-    path = Path(model).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        config = _text_config(model, path.parent, gguf_file=path.name)
-        return Source(model, config, torch.float32, None, unpack=True)
-    if path.exists():
-        from linearize.checkpoint import TensorIndex
+    """Read config and headers of a folder, a .gguf file or a Hub id; no weight is read or downloaded.
 
-        config = _text_config(model, path, **options)
-        index = TensorIndex.open(path)
-        shapes = {name: tuple(index.shape(name)) for name in index.names()}
-        dtype = config.dtype or index.dtype(index.names()[0])
-        return Source(model, config, dtype, shapes)
-    config = _text_config(model, model, revision=recipe.model.revision, **options)
-    from huggingface_hub import get_safetensors_metadata
+    Raises UserError as open_teacher does, which opens a folder here just as it will for convert.
+    """
+    path, revision = Path(model).expanduser(), recipe.model.revision
+    if not path.is_file():
+        return _local(model, recipe) if path.exists() else _hub(model, path, revision)
+    if revision is not None:
+        raise UsageError("a revision belongs to a Hub id, and this is a local path", value=model, fix="drop --revision")
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except Exception as error:  # the parser indexes into whatever bytes it finds
+        raise UserError("not a readable .gguf file", value=model, fix=one_line(error)) from error
+    return Source(model, config, torch.float32, unpack=True)
+
+
+def _local(model: str, recipe: Recipe) -> Source:
+    teacher = open_teacher(model, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code)
+    return Source(model, teacher.config, teacher.dtype)
+
+
+def _hub(model: str, path: Path, revision: str | None) -> Source:
+    import huggingface_hub
 
     try:
-        files = get_safetensors_metadata(model, revision=recipe.model.revision).files_metadata
-    except Exception as error:
-        raise UserError(
-            "cannot read the headers of the model's safetensors files", value=model, fix=str(error)
-        ) from error
-    tensors = {name: info for file in files.values() for name, info in file.tensors.items()}
-    dtype = config.dtype or SAFETENSORS_DTYPES.get(next(iter(tensors.values())).dtype, torch.float32)
-    size = sum(info.data_offsets[1] - info.data_offsets[0] for info in tensors.values())
-    return Source(model, config, dtype, {name: tuple(info.shape) for name, info in tensors.items()}, download=size)
-
-
-def _text_config(model: str, where: str | Path, **options: Any) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(where, **options).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        if Path(model).expanduser().exists():
-            raise UserError("cannot read the model's config", value=model, fix=one_line(error)) from error
-        looked = f"no file or folder {Path(model).expanduser().absolute()}; on the Hub: {one_line(error)}"
+        file = huggingface_hub.hf_hub_download(model, "config.json", revision=revision)
+        fields = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError) as error:  # the Hub's own errors, a name that cannot be one, a file that is not JSON
+        looked = f"no file or folder {path.absolute()}; on the Hub: {one_line(error)}"
         raise UserError("no such model", value=model, fix=looked) from error
+    family = family_of(fields)
+    try:
+        config = family.config_class().from_pretrained(Path(file).parent, local_files_only=True)
+        files = huggingface_hub.get_safetensors_metadata(model, revision=revision).files_metadata
+    except Exception as error:  # of the transport, of the repository or of the files
+        raise UserError("cannot read the model's headers on the Hub", value=model, fix=one_line(error)) from error
+    headers = {name: info for file in files.values() for name, info in file.tensors.items()}
+    by_dtype: Counter[str] = Counter()
+    for info in headers.values():
+        by_dtype[info.dtype] += info.data_offsets[1] - info.data_offsets[0]
+    most = by_dtype.most_common(1)[0][0]
+    if most not in DTYPES:
+        raise UserError("the weights are not floating point of 16 bits or more", value=model, fix=f"they are {most}")
+    shapes = {name: tuple(info.shape) for name, info in headers.items()}
+    return Source(model, config, DTYPES[most], shapes, download=by_dtype.total())
 
 
 def make_plan(source: Source, recipe: Recipe) -> Plan:
@@ -311,21 +323,18 @@ def _count(module: nn.Module) -> int:
 
 
 def _check_tensors(source: Source, model: nn.Module) -> None:
-    """UserError when the files lack a weight of the model or have it in another shape."""
+    """UserError when the headers lack a weight of the model or have it in another shape."""
     if source.shapes is None:
         return
-    wanted = dict(model.named_parameters())  # names a tied weight once
-    missing = [name for name in wanted if name not in source.shapes]
-    wrong = [name for name in wanted if name in source.shapes and tuple(wanted[name].shape) != source.shapes[name]]
-    if missing:
-        raise UserError(
-            f"the checkpoint lacks {len(missing)} tensors", value=source.model, fix=f"the first is {missing[0]}"
-        )
-    if wrong:
-        shapes = f"{list(source.shapes[wrong[0]])}, and config.json asks for {list(wanted[wrong[0]].shape)}"
-        raise UserError(
-            f"{len(wrong)} tensors do not fit the config", value=source.model, fix=f"{wrong[0]} is {shapes}"
-        )
+    tied = model.all_tied_weights_keys
+    partner = {**tied, **{origin: name for name, origin in tied.items()}}
+    for name, tensor in model.state_dict().items():
+        found = source.shapes.get(name, source.shapes.get(partner.get(name)))
+        if found is None:
+            raise UserError("the checkpoint lacks a tensor", value=source.model, fix=f"there is no {name}")
+        if found != tuple(tensor.shape):
+            shapes = f"{list(found)}, and config.json asks for {list(tensor.shape)}"
+            raise UserError("a tensor does not fit config.json", value=source.model, fix=f"{name} is {shapes}")
 
 
 def memory_warning(plan: Plan) -> str | None:

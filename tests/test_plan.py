@@ -7,7 +7,7 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
 
 from linearize import cli, plan
 from linearize.checkpoint import TensorIndex
@@ -135,35 +135,66 @@ def test_gguf_reads_its_header(tmp_path, capsys):
     writer.write_kv_data_to_file()
     writer.close()
     said = plan_json(capsys, path)
+    assert cli.run(["plan", str(path), "--revision", "main"]) == 2
+    path.with_name("cut.gguf").write_bytes(path.read_bytes()[:50])
+    assert cli.run(["plan", str(path.with_name("cut.gguf"))]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 2
     assert (said["family"], said["dtype"], len(said["layers"])) == ("llama", "float32", 4)
     assert said["disk"]["dequantised_copy"] == 4 * said["parameters"]
 
 
-def test_hub_reads_config_and_headers_only(teacher, capsys, monkeypatch):
-    """Both calls are replaced, so that anything else that reaches for the network fails the test."""
+@pytest.fixture
+def hub(teacher, monkeypatch):
+    """The two calls for config and headers answer from the folder; tests are offline, so that any other call fails."""
     weights = {name: t for file in teacher.folder.glob("*.safetensors") for name, t in load_file(file).items()}
     infos = {
-        n: SimpleNamespace(shape=list(t.shape), dtype="BF16", data_offsets=(0, t.nbytes)) for n, t in weights.items()
+        name: SimpleNamespace(shape=list(t.shape), dtype="BF16", data_offsets=(0, t.nbytes))
+        for name, t in weights.items()
     }
     asked = []
 
+    def download(repo, file, revision):
+        asked.append((repo, file, revision))
+        return str(teacher.folder / file)
+
     def headers(repo, revision):
-        asked.append((repo, revision))
+        asked.append((repo, "headers", revision))
         return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=infos)})
 
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", headers)
-    config = AutoConfig.from_pretrained(teacher.folder)
-    monkeypatch.setattr(plan.AutoConfig, "from_pretrained", lambda where, **options: config)
+    return SimpleNamespace(asked=asked, infos=infos)
+
+
+def test_hub_reads_config_and_headers_only(teacher, hub, capsys):
     said = plan_json(capsys, "someone/model", "--revision", "abc")
-    assert asked == [("someone/model", "abc")]
-    assert said["disk"]["download"] == sum(t.nbytes for t in weights.values())
+    assert hub.asked == [("someone/model", "config.json", "abc"), ("someone/model", "headers", "abc")]
+    local = plan_json(capsys, teacher.folder)
+    assert said["disk"].pop("download") == 2 * said["parameters"]
+    for name in ("layers", "cache", "dtype", "memory", "disk"):
+        assert said[name] == local[name]
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "integers"])
+def test_hub_headers_are_checked(hub, capsys, damage):
+    name = "model.layers.2.mlp.up_proj.weight"
+    if damage == "missing":
+        del hub.infos[name]
+    elif damage == "shape":
+        hub.infos[name].shape = [95, 64]
+    else:
+        for info in hub.infos.values():
+            info.dtype, name = "I32", "I32"
+    assert cli.run(["plan", "someone/model"]) == 1
+    err = capsys.readouterr().err
+    assert name in err and len(err.strip().splitlines()) == 1
 
 
 def test_unreachable_hub_is_one_line(capsys, monkeypatch):
-    def offline(where, **options):
+    def offline(*args, **options):
         raise OSError("We couldn't connect\nto the Hub")
 
-    monkeypatch.setattr(plan.AutoConfig, "from_pretrained", offline)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
     assert cli.run(["plan", "someone/model"]) == 1
     err = capsys.readouterr().err
     assert len(err.strip().splitlines()) == 1
@@ -178,6 +209,7 @@ def test_unreachable_hub_is_one_line(capsys, monkeypatch):
         (["--mixer", "0=gdn"], 2, "rest=gdn"),
         (["--device", f"cuda:{torch.cuda.device_count()}"], 2, "no such device"),
         (["--data", "nowhere.txt"], 1, "nowhere.txt"),
+        (["--revision", "main"], 2, "drop --revision"),
     ],
 )
 def test_what_convert_would_refuse(teacher, capsys, argv, code, words):
