@@ -180,12 +180,12 @@ class TensorIndex:
                     fix=f"copy {INDEX} as well",
                 )
             raise UserError(f"{folder} has no safetensors weights", fix=f"it should hold {SINGLE} or {INDEX}")
-        weight_map = _read_weight_map(folder / INDEX)
+        weight_map = read_weight_map(folder / INDEX)
         files = sorted(set(weight_map.values()))
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise UserError(
-                f"{folder} lacks {len(missing)} of the {len(files)} shards that {INDEX} names: {_some(missing)}",
+                f"{folder} lacks {len(missing)} of the {len(files)} shards that {INDEX} names: {some(missing)}",
                 fix="download or copy the missing files",
             )
         entries: dict[str, Entry] = {}
@@ -193,14 +193,14 @@ class TensorIndex:
             shard = read_header(folder / name)
             twice = entries.keys() & shard.keys()
             if twice:
-                raise UserError(f"{folder} holds tensors twice, in two shards: {_some(twice)}")
+                raise UserError(f"{folder} holds tensors twice, in two shards: {some(twice)}")
             entries.update(shard)
         wrong = [n for n, file in weight_map.items() if n not in entries or entries[n].file.name != file]
         if wrong:
-            raise UserError(f"{folder / INDEX} names tensors that their shards do not hold: {_some(wrong)}")
+            raise UserError(f"{folder / INDEX} names tensors that their shards do not hold: {some(wrong)}")
         extra = entries.keys() - weight_map.keys()
         if extra:
-            raise UserError(f"{folder} has shards with tensors that {INDEX} does not name: {_some(extra)}")
+            raise UserError(f"{folder} has shards with tensors that {INDEX} does not name: {some(extra)}")
         return cls(folder, {name: entries[name] for name in weight_map})
 
     def without(self, names: Collection[str]) -> TensorIndex:
@@ -236,7 +236,7 @@ class TensorIndex:
         return read_tensor(self._entries[name])
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
+def read_weight_map(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)["weight_map"]
         pairs = list(weight_map.items())
@@ -251,7 +251,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _some(names: Collection[str], most: int = 5) -> str:
+def some(names: Collection[str], most: int = 5) -> str:
     shown = sorted(names)[:most]
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -469,7 +469,7 @@ class RunState:
             return
         with writing(self.out):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _take_lock(self.folder / "lock", self.out)
+            self._lock = take_lock(self.folder / "lock", self.out)
         try:
             # Again, now that nobody else can change it.
             self.finished = output_status(self.out) == "finished" and not overwrite
@@ -624,7 +624,7 @@ def _refuse_foreign(out: Path) -> None:
     raise UserError(f"{out} holds {what}", fix="name an empty or new folder for OUT")
 
 
-def _take_lock(path: Path, out: Path) -> int:
+def take_lock(path: Path, out: Path) -> int:
     """Lock `path` for this process and return its descriptor. The kernel drops the lock when the process ends."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
