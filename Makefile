@@ -30,7 +30,7 @@ $(VENV)/.created:
 $(VENV)/.torch: constraints.txt | $(VENV)/.created
 	@echo "==> torch$(call pin,torch)$(if $(TORCH_INDEX), from $(TORCH_INDEX))"
 	@$(PIP) torch$(call pin,torch) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	@if $(PY) -c 'import sys, torch; sys.exit(torch.version.cuda is None and torch.version.hip is None)'; \
+	@if $(PY) -c 'import importlib.metadata as m, sys; sys.exit(not any(r.startswith("triton") for r in m.requires("torch")))'; \
 	  then grep -v '^triton==' constraints.txt; else cat constraints.txt; fi > $(VENV)/constraints.txt
 	@touch $@
 
