@@ -334,7 +334,7 @@ class ConfigMixin:
         shim = Path(SHIM_FILE).stem
         fields["auto_map"] = {
             "AutoConfig": f"{shim}.{type(self).__name__}",
-            "AutoModelForCausalLM": f"{shim}.{MODELS[self.model_type].__name__}",
+            "AutoModelForCausalLM": f"{shim}.{MODELS[type(self).model_type].__name__}",
         }
         return fields
 
