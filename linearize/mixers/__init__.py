@@ -1,0 +1,21 @@
+"""Linear-time replacements for softmax attention, by kind."""
+
+from torch import nn
+
+from linearize.mixers.base import HeadShape, MixedAttention, Mixer, Segments
+from linearize.mixers.gdn import GDN
+from linearize.mixers.gdn_standard import StandardGDN
+
+MIXERS: dict[str, type[Mixer]] = {cls.kind: cls for cls in (GDN, StandardGDN)}
+
+
+def build_mixer(attn: nn.Module, spec: dict, layer_idx: int, shape: HeadShape) -> MixedAttention:
+    """Put the mixer that ``spec`` names (``{"kind": ..., **options}``) around the teacher's attention module."""
+    options = dict(spec)
+    kind = options.pop("kind")
+    if kind not in MIXERS:
+        raise ValueError(f"unknown mixer kind {kind!r}: one of {', '.join(MIXERS)}")
+    return MixedAttention(attn, MIXERS[kind](shape, **options), layer_idx)
+
+
+__all__ = ["MIXERS", "GDN", "HeadShape", "MixedAttention", "Mixer", "Segments", "StandardGDN", "build_mixer"]

@@ -1,0 +1,164 @@
+"""What every mixer shares: the teacher's attention module as the source of q, k, v, and the cache protocol.
+
+A transformers attention module computes q, k and v (projections, biases, QK-norm, RoPE or none, fused weights,
+multipliers), hands them to the function registered for its ``_attn_implementation`` and projects what comes back.
+:class:`MixedAttention` keeps the teacher's module whole and registers a function that calls a mixer instead of the
+softmax. Everything a family does around the softmax is therefore the family's own code.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+IMPLEMENTATION = "linearize"
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of one attention layer. KV head ``h // (q_heads // kv_heads)`` serves query head ``h`` (head blocks)."""
+
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @classmethod
+    def from_config(cls, config) -> "HeadShape":
+        """Read the sizes from a transformers config; ``head_dim`` is taken as given where the config has one."""
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(config.hidden_size, heads, kv_heads, head_dim, head_dim)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which tokens of a [B, T] batch are real, and where documents start.
+
+    mask: [B, T] bool, False on padding, or None when nothing is padded.
+    reset: [B, T] bool, True on the first token of every packed document, or None when each row is one document.
+    """
+
+    mask: Tensor | None = None
+    reset: Tensor | None = None
+
+
+class Mixer(nn.Module):
+    """Replacement of ``softmax(scale q k^T) v``: a recurrence over tokens with a constant-size state.
+
+    A subclass sets :attr:`kind`, holds its own parameters in fp32 and implements :meth:`forward` and
+    :meth:`state_bytes`. It never sees files, configs or cache objects.
+    """
+
+    kind: ClassVar[str]
+    shape: HeadShape
+
+    def forward(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        *,
+        segments: Segments,
+        state: dict[str, Tensor] | None = None,
+        output_state: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Mix one batch.
+
+        x: [B, T, hidden], the layer's normed input. q: [B, T, Hq, K], k: [B, T, Hk, K], v: [B, T, Hk, V], after the
+        teacher's biases, QK-norm and RoPE. scale: the softmax scale. state: what an earlier call returned, to
+        continue each row, or None. Returns o [B, T, Hq, V] in q's dtype and, when asked, the state after the last
+        token as a dict of tensors whose first dimension is B. Rows of o on padding are finite and meaningless.
+        """
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Set every own parameter to its uncalibrated start with ``transformers.initialization`` functions only."""
+        raise NotImplementedError
+
+    @classmethod
+    def state_bytes(cls, shape: HeadShape, **options) -> int:
+        """Bytes of state per sequence and layer."""
+        raise NotImplementedError
+
+
+def _call_mixer(module, query, key, value, attention_mask, *, scaling: float, mixer_core: Callable, **kwargs):
+    out = mixer_core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling)
+    return out, None
+
+
+AttentionInterface.register(IMPLEMENTATION, _call_mixer)
+
+
+class MixedAttention(nn.Module):
+    """Takes the place of ``self_attn``: the teacher's attention module with a mixer where its softmax was.
+
+    Parameters: ``attn.*`` are the teacher's, name for name; ``mixer.*`` are the mixer's own, in fp32.
+    """
+
+    def __init__(self, attn: nn.Module, mixer: Mixer, layer_idx: int):
+        super().__init__()
+        # A copy, so that the softmax layers of the same model keep their own implementation.
+        attn.config = copy.copy(attn.config)
+        attn.config._attn_implementation = IMPLEMENTATION
+        self.attn = attn
+        self.mixer = mixer
+        self.layer_idx = layer_idx
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        cache=None,
+        position_ids: Tensor | None = None,
+        mixer_mask: Tensor | None = None,
+        mixer_reset: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """Same contract as a transformers attention module; returns (output [B, T, hidden], None).
+
+        mixer_mask, mixer_reset: [B, T] bool or None, see :class:`Segments`. The layer's own 4-D attention mask is
+        not used: a recurrence is causal by construction.
+        """
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        new_state = None
+
+        def core(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            nonlocal new_state
+            o, new_state = self.mixer(
+                hidden_states,
+                q,
+                k,
+                v,
+                scale,
+                segments=Segments(mixer_mask, mixer_reset),
+                state=None if layer is None else layer.states(),
+                output_state=layer is not None,
+            )
+            return o
+
+        kwargs.pop("use_cache", None)
+        out, _ = self.attn(
+            hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=None,
+            cache=None,
+            position_ids=position_ids,
+            mixer_core=core,
+            **kwargs,
+        )
+        if layer is not None:
+            layer.advance(hidden_states.shape[1], **new_state)
+        return out, None
