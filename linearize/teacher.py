@@ -8,6 +8,7 @@ final norm and the head; a decoder layer is read when it is asked for and freed 
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import io
 import json
@@ -399,17 +400,18 @@ def _gguf_key(path: Path) -> str:
 
 
 def _dequantise(path: Path, out: Path, say: Callable[[str], None]) -> None:
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
+    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     with _gguf_trouble(path):
         config = transformers.AutoConfig.from_pretrained(**where)
     family = family_of(config)
     say(f"dequantising {path.name} to float32, once; kept in {out.parent}")
     with _gguf_trouble(path):
-        model = family.causal_lm_class().from_pretrained(**where, dtype=torch.float32)
+        model = family.causal_lm_class().from_pretrained(**where, config=config, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     # transformers marks the loaded model as quantised, and such a config can be neither saved nor cast.
     fields = model.config.to_dict()
-    fields.pop("quantization_config", None)
+    for name in ("quantization_config", "_model_name_or_path"):
+        fields.pop(name, None)
     fields.update(architectures=[family.causal_lm], dtype="float32")
     tied = model.all_tied_weights_keys
     writer = ShardWriter(out, SHARD)
@@ -417,6 +419,10 @@ def _dequantise(path: Path, out: Path, say: Callable[[str], None]) -> None:
         if name not in tied:
             writer.add(name, tensor)
     writer.finish()
+    # The loader's cycles would keep a second copy of the weights alive until some later collection.
+    del model, tensor
+    gc.collect()
+    tokenizer.model_max_length = config.max_position_embeddings
     with writing(out):
         tokenizer.save_pretrained(out)
         ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

@@ -602,7 +602,8 @@ def test_gguf_becomes_a_folder_of_plain_weights(gguf_model, tmp_path, capsys):
     expected = gguf_model(IDS, position_ids=PACKED, use_cache=False).logits
     assert torch.equal(runner.head(run_blocks(runner, IDS, PACKED)), expected)
     assert teacher.tokenizer.chat_template == "{{ messages }}"
-    assert teacher.tokenizer.eos_token_id == 2
+    assert teacher.tokenizer.eos_token_id == 2 and teacher.tokenizer.model_max_length == 128
+    assert teacher.tokenizer.decode(teacher.tokenizer("abc")["input_ids"]) == "abc"
     assert teacher.generation_config.eos_token_id == 2 and teacher.generation_config.pad_token_id == 0
 
     from transformers import AutoModelForCausalLM
