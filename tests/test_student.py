@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TEACHERS, Toy, generator, make_student, teacher_model, tiny_tokenizer
+from conftest import SIZES, TEACHERS, Toy, generator, make_student, randomise, teacher_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Phi3Config, Phi3ForCausalLM, StaticCache
 
 from linearize import student as student_module
 from linearize.errors import UserError
@@ -252,6 +252,23 @@ def test_several_sequences_and_chunked_prefill_and_embeddings(hybrid):
     assert torch.equal(embedded, tokens)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layout", KINDS)
+def test_longrope_past_its_switch(layout):
+    """Phi-3 changes all rotary frequencies at a certain length and then drops the cache: the states must go too."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    config = Phi3Config(**sizes, original_max_position_embeddings=12, rope_parameters=rope)
+    teacher = Phi3ForCausalLM(config).eval()
+    randomise(teacher, 0)
+    model = make_student(teacher, LAYOUTS[layout])
+    ids = text(1, 8)
+    tokens, logits = generate(model, ids)
+    plain_tokens, plain = generate(model, ids, use_cache=False)
+    torch.testing.assert_close(logits, plain, **CLOSE)
+    assert torch.equal(tokens, plain_tokens)
+
+
 def test_state_layer():
     layer = MixerState()
     assert layer.states() is None and layer.get_seq_length() == 0
@@ -379,7 +396,7 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant):
     model = student_of("llama", "hybrid").train()
     ids = text(2, 10)
     plain = gradients(model, ids, use_cache=False)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
     checkpointed = gradients(model, ids)
@@ -624,16 +641,25 @@ def test_mixers_stay_fp32_in_a_low_precision_model(saved, dtype):
     generate(model, ids)
 
 
+def test_a_student_is_built_in_the_wanted_precision():
+    config = teacher_model("qwen2").config
+    model = build_student(config, {"mixers": LAYOUTS["hybrid"]}, dtype=torch.bfloat16)
+    mixers = mixer_tensors(model.config)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == (torch.float32 if name in mixers else torch.bfloat16), name
+
+
 @torch.no_grad()
-def test_pickle_and_deepcopy(hybrid):
+def test_pickle_and_deepcopy():
+    model = student_of("llama", "hybrid")
     ids = text(2, 8)
-    tokens, logits = generate(hybrid, ids)
-    for other in (copy.deepcopy(hybrid), pickle.loads(pickle.dumps(hybrid))):
+    tokens, logits = generate(model, ids)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other_tokens, other_logits = generate(other, ids)
         assert torch.equal(other_tokens, tokens) and torch.equal(other_logits, logits)
         for weight in other.model.layers[0].self_attn.mixer.parameters():
             weight.zero_()
-        assert not torch.equal(other(ids).logits, hybrid(ids).logits)
+        assert not torch.equal(other(ids).logits, model(ids).logits)
 
 
 def test_initialisation_reaches_the_mixers():
