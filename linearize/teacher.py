@@ -66,7 +66,8 @@ TOKENIZER_FILES = (
 )
 SIDE_FILES = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 GGUF_CACHE_FORMAT = 1
-SHARD = 2_000_000_000
+# Small shards: while a .gguf file is dequantised, one of them is held beside the whole model.
+GGUF_SHARD = 250_000_000
 # Position masks of packed rows are kept up to this many bytes, so that all layers of one batch share them.
 MASK_CACHE = 256_000_000
 # Logits of one chunk of `head_rows`, as a number of values: 128 MB in float32.
@@ -414,7 +415,7 @@ def _dequantise(path: Path, out: Path, say: Callable[[str], None]) -> None:
         fields.pop(name, None)
     fields.update(architectures=[family.causal_lm], dtype="float32")
     tied = model.all_tied_weights_keys
-    writer = ShardWriter(out, SHARD)
+    writer = ShardWriter(out, GGUF_SHARD)
     for name, tensor in model.state_dict().items():
         if name not in tied:
             writer.add(name, tensor)
