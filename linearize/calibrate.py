@@ -206,6 +206,7 @@ def mean_queries(samples: Iterable[Sample]) -> Tensor:
     return total / count
 
 
+@torch.no_grad()
 def calibrate_gdn(layer: MixedAttention, samples: list[Sample], scale: float, select: int) -> Ladder:
     """Set one layer's start values from its samples and report the error ladder.
 
@@ -272,17 +273,16 @@ def calibrate_gdn(layer: MixedAttention, samples: list[Sample], scale: float, se
     fitted = moments.fit(chosen, both=True).to(mixer.read_mean.dtype)
     scales = everywhere.take(chosen[:, 3 + mixer.taps :])
     shift = 0.5 * torch.log(torch.tensor(ERASES, device=device))
-    with torch.no_grad():
-        mixer.reference.copy_(point.reference[:, 0])
-        mixer.log_balance.copy_(log_balance[:, 0] + shift[erase])
-        mixer.gates.bias.view(4, heads)[3].copy_(point.forget[:, 0])
-        mixer.read_mean.copy_(fitted[:, 0])
-        mixer.read_state.copy_(fitted[:, 1])
-        mixer.read_taps.copy_(fitted[:, 2 : 2 + mixer.taps].T)
-        mixer.read_sink.copy_(fitted[:, 2 + mixer.taps])
-        mixer.read_scales.copy_(fitted[:, 3 + mixer.taps :])
-        mixer.scale_reference.copy_(scales.reference)
-        mixer.scale_forget.copy_(scales.forget)
+    mixer.reference.copy_(point.reference[:, 0])
+    mixer.log_balance.copy_(log_balance[:, 0] + shift[erase])
+    mixer.gates.bias.view(4, heads)[3].copy_(point.forget[:, 0])
+    mixer.read_mean.copy_(fitted[:, 0])
+    mixer.read_state.copy_(fitted[:, 1])
+    mixer.read_taps.copy_(fitted[:, 2 : 2 + mixer.taps].T)
+    mixer.read_sink.copy_(fitted[:, 2 + mixer.taps])
+    mixer.read_scales.copy_(fitted[:, 3 + mixer.taps :])
+    mixer.scale_reference.copy_(scales.reference)
+    mixer.scale_forget.copy_(scales.forget)
     output = refit_output(layer, samples, scale)
 
     zero = torch.zeros(heads, 1, dtype=torch.long, device=device)
@@ -301,6 +301,7 @@ def calibrate_gdn(layer: MixedAttention, samples: list[Sample], scale: float, se
     )
 
 
+@torch.no_grad()
 def refit_output(layer: MixedAttention, samples: list[Sample], scale: float) -> float:
     """Ridge regression of the teacher's attention output on the mixer's head outputs; replaces o_proj's weight.
 
@@ -322,7 +323,6 @@ def refit_output(layer: MixedAttention, samples: list[Sample], scale: float) -> 
         power = power + target.double().square().sum()
     ridge = OUTPUT_RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     change = torch.linalg.solve(gram + ridge, cross)
-    with torch.no_grad():
-        projection.weight.add_(change.T.to(weight.dtype))
+    projection.weight.add_(change.T.to(weight.dtype))
     error = error - 2 * (change * cross).sum() + (change * (gram @ change)).sum()
     return float((error / power.clamp(min=1e-30)).clamp(min=0).sqrt())

@@ -90,6 +90,9 @@ class Calibrate:
     """Calibration"""
 
     tokens: Count = key(16_384, "Tokens for the closed-form start values of every mixer.", least=1)
+    select_tokens: Count = key(
+        4_096, "How many of them choose each head's expansion point and terms; all of them fit the output.", least=32
+    )
     context: Count = key(512, "Tokens in a row of calibration text.", least=16)
     taps: int = key(4, "Recent values that each head reads directly.", least=1)
     time_scales: int = key(3, "Running means over other time spans that each head reads.", least=0)
@@ -122,6 +125,9 @@ class Data:
         flag="heldout-tokens",
         least=0,
         weights=False,
+    )
+    sample: str | None = key(
+        None, "A prompt that teacher and student answer at the end, both loaded whole.", flag="sample", weights=False
     )
 
 

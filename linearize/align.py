@@ -1,0 +1,84 @@
+"""Stage 1: one layer's mixer learns the teacher's attention output, on the teacher's inputs (layer by layer)."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from linearize.errors import UserError
+from linearize.mixers import MixedAttention
+from linearize.recipe import Align
+
+BETAS = (0.9, 0.95)
+CLIP = 1.0  # of the gradient's norm
+
+
+@dataclass
+class Step:
+    """One batch of one step: the attention's input and the teacher's output [B, T, hidden], and the layer's kwargs."""
+
+    x: Tensor
+    target: Tensor
+    kwargs: dict
+
+
+def learning_rate(step: int, steps: int, options: Align) -> float:
+    """Linear warm-up to ``lr``, then a cosine to ``lr_min`` at the last step."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    progress = (step - options.warmup) / max(1, steps - options.warmup - 1)
+    return options.lr_min + (options.lr - options.lr_min) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error over the target's mean square, over all tokens of the batch, in fp32."""
+    target = target.float()
+    return (output.float() - target).square().sum() / target.square().sum().clamp(min=1e-12)
+
+
+def align_layer(
+    mixed: MixedAttention,
+    steps: Iterator[Step],
+    count: int,
+    options: Align,
+    *,
+    name: str,
+    progress: Callable[[int, float], None],
+) -> list[float]:
+    """Train a calibrated mixer for ``count`` steps; returns the loss of each, taken before its update.
+
+    steps: an endless iterator of batches. All of the layer's attention trains, projections included, in fp32. progress
+    is called with the tokens and the loss of each step. Raises UserError when the loss or a gradient stops being
+    finite, with the mixer as it was after the last good step.
+    """
+    mixed.train().requires_grad_(True)
+    parameters = dict(mixed.named_parameters())
+    optimizer = torch.optim.AdamW(parameters.values(), lr=options.lr, betas=BETAS, weight_decay=0.0)
+    losses = []
+    for step in range(count):
+        batch = next(steps)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, count, options)
+        output, _ = mixed(batch.x, **batch.kwargs)
+        loss = relative_error(output, batch.target)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(parameters.values(), CLIP)
+        losses.append(float(loss))
+        if not (math.isfinite(losses[-1]) and torch.isfinite(norm)):
+            fix = "lower align.lr" if step else "the calibrated start is not usable: raise calibrate.tokens"
+            raise UserError(f"alignment of {name} diverged at step {step + 1}", value=f"loss {losses[-1]:g}", fix=fix)
+        if step == 0:
+            _check_gradients(parameters, name)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress(batch.x.shape[0] * batch.x.shape[1], losses[-1])
+    mixed.eval().requires_grad_(False)
+    return losses
+
+
+def _check_gradients(parameters: dict[str, nn.Parameter], name: str) -> None:
+    missing = [key for key, p in parameters.items() if p.grad is None and p.numel()]
+    if missing:
+        raise RuntimeError(f"no gradient reached {', '.join(missing)} of {name}")
