@@ -381,7 +381,7 @@ def make_classes(family: Family) -> None:
 
 
 def check_transformers(version: str) -> None:
-    """Raise UserError for a version of transformers outside the tested range."""
+    """Raise UserError for a version of transformers outside the declared range."""
     low, high = TRANSFORMERS
     if not low <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < high:
         wanted = f"transformers>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
