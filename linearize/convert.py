@@ -226,7 +226,8 @@ def _convert_layer(
     began = time.monotonic()
     if mixed.mixer.kind == "gdn":
         with console.stage(f"calibrate {label}", calibration.rows.tokens) as bar:
-            samples = _samples(runner, i, layer, calibration, batch)
+            # Half of what chooses is held out, so that it takes two batches at least.
+            samples = _samples(runner, i, layer, calibration, min(batch, recipe.calibrate.select_tokens // 2))
             per_batch = samples[0].q.shape[0] * samples[0].q.shape[1]
             ladder = calibrate_gdn(
                 mixed, samples, layer.self_attn.scaling, -(-recipe.calibrate.select_tokens // per_batch)
@@ -268,8 +269,14 @@ def _kwargs(runner: BlockRunner, i: int, hidden: Tensor, positions: Tensor) -> t
 
 
 def _samples(runner: BlockRunner, i: int, layer: nn.Module, stream: Stream, batch: int) -> list[Sample]:
+    if len(stream.rows) < 2:
+        raise UserError(
+            "calibration needs two rows of text, one to fit and one to choose by",
+            value=f"1 row of {stream.rows.context} tokens",
+            fix="raise --calibrate-tokens, lower --calibrate-context or give more text",
+        )
     samples = []
-    for part in _batches(stream, batch):
+    for part in _batches(stream, min(batch, stream.rows.tokens // 2)):
         kwargs, reset = _kwargs(runner, i, stream.teacher[part], stream.rows.positions[part])
         _, of_teacher = observe(layer, stream.teacher[part], kwargs, attention_only=True)
         _, own = observe(layer, stream.student[part], kwargs, attention_only=True)
