@@ -119,7 +119,8 @@ def prepare_text(teacher: Teacher, recipe: Recipe, device: torch.device, run: Ru
     if source == "self":
         heldout = bundled_documents("heldout")
         longest = max(calibrate.context, align.context)
-        wanted = calibrate.tokens + align.tokens
+        # Whole rows for each, so that the one does not eat the other's.
+        wanted = -(-calibrate.tokens // longest) * longest + align.tokens
         model = teacher.family.causal_lm_class().from_pretrained(teacher.folder, dtype=torch.float32).to(device).eval()
         with console.stage("sample text from the teacher", wanted) as bar:
             rows = self_text(
@@ -128,7 +129,7 @@ def prepare_text(teacher: Teacher, recipe: Recipe, device: torch.device, run: Ru
         del model
         fit = _at_most(rows, calibrate.tokens)
         calibration, alignment = rows.split(len(fit))[0], rows.split(len(fit))[1]
-        if not align.tokens or not len(alignment):
+        if not align.tokens:
             alignment = None
     else:
         if source == "bundled":
@@ -146,7 +147,11 @@ def prepare_text(teacher: Teacher, recipe: Recipe, device: torch.device, run: Ru
                 )
     measured = None
     if recipe.data.heldout_tokens:
-        measured = pack_rows(heldout, tokenizer, calibrate.context, recipe.data.heldout_tokens, seed=seed)
+        try:
+            measured = pack_rows(heldout, tokenizer, calibrate.context, recipe.data.heldout_tokens, seed=seed)
+        except UserError as error:
+            fix = "give more text, lower --calibrate-context, or --heldout-tokens 0 to compare on none"
+            raise UserError(f"held-out text: {error.what}", value=error.value, fix=fix) from error
     return Text(calibration, alignment, measured)
 
 
