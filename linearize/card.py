@@ -9,7 +9,7 @@ def model_card(record: dict) -> str:
     lines = [
         "---",
         "library_name: transformers",
-        *([f"base_model: {teacher}"] if "/" in teacher and not teacher.startswith(("/", ".", "~")) else []),
+        *([f"base_model: {teacher}"] if record["teacher"]["revision"] else []),  # only the Hub's have a revision
         "tags: [linearize, linear-attention]",
         "---",
         "",
