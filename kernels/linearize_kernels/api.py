@@ -12,6 +12,10 @@ log_forget = 0) changes nothing; its own output rows are finite and unspecified.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -23,6 +27,24 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def _fail(what: str, value: object, fix: str) -> None:
     raise ValueError(f"{what} (got {value}): {fix}")
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether the Triton kernels serve tensors like `x`: on a GPU, unless they are float64 or Triton is missing.
+
+    LINEARIZE_KERNELS=reference or triton forces one side; triton on a CPU needs TRITON_INTERPRET=1.
+    """
+    choice = os.environ.get("LINEARIZE_KERNELS", "auto")
+    if choice not in ("auto", "reference", "triton"):
+        _fail("LINEARIZE_KERNELS", choice, "set it to auto, reference or triton")
+    if choice != "auto":
+        return choice == "triton"
+    if not x.is_cuda or x.dtype == torch.float64:
+        return False
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn("Triton is not installed: sequence mixers run as slower torch operators", stacklevel=3)
+        return False
+    return True
 
 
 def _check_rows(name: str, x: Tensor, batch: int, tokens: int, heads: int) -> None:
@@ -59,6 +81,11 @@ def _check_state(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
         _fail(f"{name} must have shape {shape}", tuple(x.shape), "one state per sequence and recurrence head")
 
 
+def _check_kernel_dims(key_dim: int) -> None:
+    if key_dim > 256:
+        _fail("the kernels hold keys of at most 256 dims", key_dim, "set LINEARIZE_KERNELS=reference")
+
+
 def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_final_state, cu_seqlens, add_to):
     gates = gain if beta is None else beta
     if gates.dim() != 3:
@@ -67,7 +94,11 @@ def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_fin
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_rows(name, x, batch, tokens, heads)
     if not q.dtype == k.dtype == v.dtype:
-        _fail("q, k and v must share one dtype", (q.dtype, k.dtype, v.dtype), "cast them alike")
+        if torch.is_autocast_enabled(q.device.type):
+            low = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(low), k.to(low), v.to(low)
+        else:
+            _fail("q, k and v must share one dtype", (q.dtype, k.dtype, v.dtype), "cast them alike")
     if q.shape[-1] != k.shape[-1]:
         _fail("q and k must have the same dim", (q.shape[-1], k.shape[-1]), "check the projections")
     for name, x in (("log_decay", log_decay), ("gain", gain)):
@@ -76,7 +107,15 @@ def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_fin
     _check_state("initial_state", initial_state, (sequences, heads, k.shape[-1], v.shape[-1]))
     _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    o, final = reference.chunk_gated_delta(q, k, v, log_decay, beta, gain, scale, initial_state, cu_seqlens, add_to)
+    if tokens and uses_kernels(q):
+        from .ops import delta_fwd
+
+        _check_kernel_dims(k.shape[-1])
+        o, final, *_ = delta_fwd(
+            q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, output_final_state
+        )
+    else:
+        o, final = reference.chunk_gated_delta(q, k, v, log_decay, beta, gain, scale, initial_state, cu_seqlens, add_to)
     return o, final if output_final_state else None
 
 
@@ -241,7 +280,13 @@ def _delta_rule_step(q, k, v, log_decay, beta, gain, scale, state, add_to):
     _check_state("state", state, (batch, heads, k.shape[-1], v.shape[-1]))
     _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    o, new = reference.recurrent_gated_delta(q, k, v, log_decay, beta, gain, scale, state, None, add_to)
+    if uses_kernels(q):
+        from .ops import delta_step
+
+        _check_kernel_dims(k.shape[-1])
+        return delta_step(q, k, v, log_decay, beta, gain, scale, state, add_to), state
+    erase = torch.zeros_like(gain) if beta is None else beta
+    o, new = reference.recurrent_gated_delta(q, k, v, log_decay, erase, gain, scale, state, None, add_to)
     state.copy_(new)
     return o, state
 
@@ -279,7 +324,7 @@ def linear_attn_step(
     add_to: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`linear_attn` for the next 1 to 8 tokens, as `gated_delta_step`. Returns (o, state)."""
-    return _delta_rule_step(q, k, v, log_decay, torch.zeros_like(gain), gain, scale, state, add_to)
+    return _delta_rule_step(q, k, v, log_decay, None, gain, scale, state, add_to)
 
 
 @torch.no_grad()

@@ -1,0 +1,189 @@
+"""Compile every kernel of the launch tables for sm_90 without a GPU, and refuse what would be slow or unsafe there.
+
+    python kernels/benchmarks/compile_gate.py [--quick] [--only scan] [--json FILE]
+
+Per entry: registers, stack (a spill fails, but in float32), shared memory (at most 227 KB), and WGMMA instructions that
+take their left operand from registers (any fails: ptxas below 13.3 may reuse those too early). Needs triton and its
+ptxas; 1 to 10 s per entry and core. `--quick`: bfloat16 with 64 and 128 dims.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_SHARED = 232448
+POINTER = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+
+
+def describe(
+    fn, dtype: str, constants: dict, fp32: tuple[str, ...], absent: tuple[str, ...], ones: tuple[str, ...] = ()
+):
+    """(signature, constexprs, attributes) of a launch: tensors of `dtype` unless named in `fp32` or `absent`.
+
+    Arguments are told apart by the naming rule of the kernels: pointers are those before `T`; `*_batch`, `*_token` and
+    `*_head` are strides, divisible by 16 for rows and 1 for the heads named in `ones`.
+    """
+    signature, constexprs, attributes = {}, {}, {}
+    pointer = True
+    for i, name in enumerate(fn.arg_names):
+        pointer = pointer and name != "T"
+        if name in constants:
+            signature[name], constexprs[(i,)] = "constexpr", constants[name]
+        elif name in absent:
+            signature[name], constexprs[(i,)] = "constexpr", None
+        elif name in ones:
+            signature[name], constexprs[(i,)] = "constexpr", 1
+        elif pointer:
+            tables = ("table", "offsets", "cu_seqlens")
+            signature[name] = "*i32" if name in tables else "*fp32" if name in fp32 else POINTER[dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif name == "scale":
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if name.startswith(("q_", "k_", "v_", "o_", "a_", "i_")) and not name.endswith("_group"):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    return signature, constexprs, attributes
+
+
+def entries(quick: bool) -> Iterator[tuple]:
+    """(name, kernel, dtype, constants, fp32 pointers, absent, ones, warps, stages) of every launch to check."""
+    import triton
+    import triton.language as tl
+    from linearize_kernels import grads, prep, scan
+
+    packed = ("table", "offsets", "cu_seqlens")
+    shapes = (
+        [(64, 64), (128, 128)]
+        if quick
+        else [(32, 32), (64, 64), (128, 128), (256, 256), (96, 96), (64, 128), (128, 64)]
+    )
+    dtypes = ["bf16"] if quick else ["bf16", "fp16", "fp32"]
+    for dtype in dtypes:
+        for K, V in shapes:
+            BK = max(32, triton.next_power_of_2(K))
+            for erase in (True,) if quick else (True, False):
+                label = f"{dtype} K={K} V={V}{'' if erase else ' linear'}"
+                shared = {"C": 64, "ERASE": erase, "VARLEN": False, "ACC": tl.float32}
+                shared["PRECISION"] = "tf32x3" if dtype == "fp32" else "ieee"
+                warps, stages = prep.PREP[BK]
+                constants = {**shared, "K": K, "BK": BK, "DECAY": True}
+                gates = ("log_decay", "beta", "gain", "scalars", "scratch")
+                ones = ("decay_head", "beta_head", "gain_head")
+                yield f"prep {label}", prep.prep_kernel, dtype, constants, gates, packed, ones, warps, stages
+                for mode in ("out", "store"):
+                    out = mode == "out"
+                    tile, warps, stages = (scan.SCAN if out else scan.STORE)[BK]
+                    BV = min(tile, triton.next_power_of_2(V))
+                    constants = {**shared, "K": K, "V": V, "BK": BK, "BV": BV, "ADD": out, "INITIAL": True}
+                    constants |= {"OUT": out, "STORE": not out, "FINAL": out}
+                    floats = ("scalars", "initial", "final")
+                    absent = packed if out else (*packed, "add_to")
+                    yield (
+                        f"scan {mode} {label}",
+                        scan.scan_kernel,
+                        dtype,
+                        constants,
+                        floats,
+                        absent,
+                        ("i_value",),
+                        warps,
+                        stages,
+                    )
+                tile, warps, stages = scan.REVERSE[BK]
+                BV = min(tile, triton.next_power_of_2(V))
+                constants = {**shared, "K": K, "V": V, "BK": BK, "BV": BV, "D_FINAL": True, "D_INITIAL": True}
+                floats = ("scalars", "d_final", "d_initial")
+                yield f"reverse {label}", scan.reverse_scan_kernel, dtype, constants, floats, packed, (), warps, stages
+                _, KT, BV, warps, stages = grads.grads_launch(None, K, V, erase, None)
+                constants = {**shared, "K": K, "V": V, "BK": BK, "KT": KT, "BV": BV}
+                floats = ("scalars", "d_scalars")
+                yield f"grads {label}", grads.grads_kernel, dtype, constants, floats, packed, (), warps, stages
+
+
+def check(fn, dtype, constants, fp32, absent, ones, warps, stages) -> dict:
+    """Compile one launch for sm_90; registers, stack, shared bytes and register-A WGMMA count."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    # float32 runs on two warps: its split products may spill, but never take a left operand from registers.
+    warps = min(warps, 2) if dtype == "fp32" else warps
+    signature, constexprs, attributes = describe(fn, dtype, constants, fp32, absent, ones)
+    source = ASTSource(fn, signature, constexprs, attributes)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}
+    )
+    products = re.findall(r"wgmma\.mma_async[^;]*;", compiled.asm["ptx"])
+    from_registers = [x for x in products if re.search(r"\},\s*\{", x)]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups()
+    return {
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": compiled.metadata.shared,
+        "wgmma": len(products),
+        "register_a": len(from_registers),
+        "warps": warps,
+        "stages": stages,
+    }
+
+
+def verdict(result: dict, dtype: str) -> str | None:
+    """Why an entry fails, or None."""
+    if result["register_a"]:
+        return f"{result['register_a']} WGMMA with a left operand in registers"
+    if result["stack"] and dtype != "fp32":
+        return f"{result['stack']} bytes of spills"
+    if result["shared"] > MAX_SHARED:
+        return f"{result['shared']} bytes of shared memory"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="bfloat16, 64 and 128 dims")
+    parser.add_argument("--only", default="", help="entries whose name contains this text")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
+    results, failed = {}, 0
+    for name, *launch in entries(arguments.quick):
+        if arguments.only not in name:
+            continue
+        try:
+            results[name] = result = check(*launch)
+            reason = verdict(result, launch[1])
+        except Exception as error:
+            results[name], reason = {"error": str(error)}, f"does not compile: {str(error).splitlines()[0]}"
+            print(f"FAIL {name}: {reason}", flush=True)
+            failed += 1
+            continue
+        failed += reason is not None
+        print(
+            f"{'FAIL' if reason else 'ok  '} {name:34} warps {result['warps']} stages {result['stages']} registers "
+            f"{result['registers']:3} stack {result['stack']:4} shared {result['shared']:6} wgmma {result['wgmma']:3}"
+            f"{'  ' + reason if reason else ''}",
+            flush=True,
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{len(results)} entries, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,456 @@
+"""Correctness, determinism and speed of the kernels on the GPU at hand.
+
+    PYTHONPATH=kernels python kernels/benchmarks/gpu_check.py --out FILE [--skip timing] [--sweep] [--workers 12]
+
+    PYTHONPATH=kernels python kernels/benchmarks/gpu_check.py --out FILE [--skip timing] [--sweep]
+cases run in worker processes, which also fill the compile cache. Timing: medians of CUDA-graph replays with a cold L2,
+beside flash-linear-attention where it can be imported. Its backward refuses Hopper with this Triton; for timing the
+guard is lifted, and its gradient errors are printed next to its times. `--sweep` times other launch tables. Results go
+to FILE after every stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU serves dry runs in the interpreter
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LIMIT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32 on GPU"}
+
+
+def inputs(
+    batch, tokens, heads, groups, dims, dtype, *, erase=True, sequences=None, gates="mixed", keys="plain", seed=0
+):
+    """q, k, v, log_decay, beta, gain, initial state, add_to on the GPU."""
+    make = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=make, device=DEVICE)
+
+    q, k, v = (normal(batch, tokens, heads // g, d) for g, d in zip(groups, (dims[0], dims[0], dims[1]), strict=True))
+    if keys == "correlated":
+        k = 0.45 * k + 0.9 * normal(batch, 1, heads // groups[1], dims[0])
+    elif keys == "equal":
+        k = k[:, :1].expand_as(k)
+    k = k / k.norm(dim=-1, keepdim=True) if keys != "plain" else k / math.sqrt(dims[0])
+    log_decay = -torch.nn.functional.softplus(normal(batch, tokens, heads))
+    if gates == "none":
+        log_decay = torch.zeros_like(log_decay)
+    elif gates == "strong":
+        log_decay = 20 * log_decay
+    beta = torch.rand(batch, tokens, heads, generator=make, device=DEVICE)
+    gain = torch.rand(batch, tokens, heads, generator=make, device=DEVICE)
+    if gates == "mixed":
+        beta = 2 * beta * (beta > 0.1)
+    state = normal(sequences or batch, heads, *dims)
+    add_to = normal(batch, tokens, heads, dims[1])
+    tensors = [*(x.to(dtype) for x in (q, k, v)), log_decay, beta if erase else None, gain, state, add_to.to(dtype)]
+    return tensors
+
+
+def run_op(tensors, cu=None):
+    """(o, final) through the public API."""
+    from linearize_kernels import gated_delta, linear_attn
+
+    q, k, v, log_decay, beta, gain, state, add_to = tensors
+    shared = {"initial_state": state, "output_final_state": True, "add_to": add_to, "cu_seqlens": cu, "scale": 0.3}
+    if beta is None:
+        return linear_attn(q, k, v, log_decay, gain, **shared)
+    return gated_delta(q, k, v, log_decay, beta, gain=gain, **shared)
+
+
+def outputs_and_gradients(tensors, weights, cu=None):
+    tensors = [None if x is None else x.detach().requires_grad_() for x in tensors]
+    o, final = run_op(tensors, cu)
+    wanted = [x for x in tensors if x is not None]
+    slopes = torch.autograd.grad([o, final], wanted, [w.to(x.dtype) for w, x in zip(weights, (o, final), strict=True)])
+    return [o.detach(), final.detach(), *slopes]
+
+
+NAMES = ("o", "final", "dq", "dk", "dv", "dlog_decay", "dbeta", "dgain", "dstate", "dadd")
+
+
+def correctness(case: dict) -> dict:
+    """Errors of one case, and the names of those beyond their limit."""
+    from tolerances import TOLERANCE, error
+
+    dtype = DTYPES[case["dtype"]]
+    cu = None if case.get("bounds") is None else torch.tensor(case["bounds"], device=DEVICE, dtype=torch.int32)
+    tensors = inputs(
+        case.get("batch", 1), case["tokens"], case["heads"], case.get("groups", (1, 1, 1)), case["dims"], dtype,
+        erase=case.get("erase", True), gates=case.get("gates", "mixed"), keys=case.get("keys", "plain"),
+        sequences=None if cu is None else cu.numel() - 1,
+    )  # fmt: skip
+    make = torch.Generator(DEVICE).manual_seed(1)
+    gain, state = tensors[5], tensors[6]
+    weights = [
+        torch.randn(*gain.shape, case["dims"][1], generator=make, device=DEVICE).to(dtype),
+        torch.randn(state.shape, generator=make, device=DEVICE),
+    ]
+    got = outputs_and_gradients(tensors, weights, cu)
+    want = outputs_and_gradients([None if x is None else x.double() for x in tensors], weights, cu)
+    names = [n for n in NAMES if n != "dbeta" or case.get("erase", True)]
+    errors = {name: error(a, b) for name, a, b in zip(names, got, want, strict=True)}
+    outputs, rows, scalars = TOLERANCE[LIMIT_NAMES[case["dtype"]]]
+    limits = dict.fromkeys(("o", "final"), outputs) | dict.fromkeys(("dlog_decay", "dbeta", "dgain"), scalars)
+    small = {name: float((a.double() - b).abs().max()) <= 1e-6 for name, a, b in zip(names, got, want, strict=True)}
+    failed = [name for name, e in errors.items() if not (e <= limits.get(name, rows) or small[name])]
+    return {**case, "errors": {name: float(f"{e:.2e}") for name, e in errors.items()}, "failed": failed}
+
+
+def cases() -> list[dict]:
+    """The correctness grid."""
+    grid = []
+    for dtype in DTYPES:
+        for dims in ((64, 64), (128, 128)):
+            for tokens in (1, 15, 63, 64, 65, 127, 500, 1024):
+                grid.append({"dtype": dtype, "dims": dims, "tokens": tokens, "heads": 2})
+            grid.append({"dtype": dtype, "dims": dims, "tokens": 2048, "heads": 5, "batch": 2})
+            for groups in ((1, 4, 4), (2, 2, 1), (1, 2, 4)):
+                grid.append({"dtype": dtype, "dims": dims, "tokens": 300, "heads": 4, "groups": groups, "batch": 2})
+            for gates in ("none", "strong"):
+                grid.append({"dtype": dtype, "dims": dims, "tokens": 500, "heads": 2, "gates": gates})
+            grid.append({"dtype": dtype, "dims": dims, "tokens": 500, "heads": 2, "keys": "correlated"})
+            grid.append({"dtype": dtype, "dims": dims, "tokens": 500, "heads": 2, "erase": False})
+            for bounds in ([0, 15], [0, 1, 100, 100, 300, 1200, 2048]):
+                grid.append({"dtype": dtype, "dims": dims, "tokens": bounds[-1], "heads": 2, "bounds": bounds})
+    for dims in ((32, 32), (96, 96), (256, 256), (64, 128), (128, 64), (50, 100)):
+        for erase in (True, False):
+            grid.append({"dtype": "bf16", "dims": dims, "tokens": 500, "heads": 2, "erase": erase})
+    return grid
+
+
+def check_decode() -> dict:
+    """In-place steps against the float64 recurrence: worst error over token counts and dims."""
+    from linearize_kernels import gated_delta_step, reference
+    from tolerances import error
+
+    worst = {}
+    for dims in ((64, 64), (128, 128), (256, 256), (96, 64)):
+        for width in (1, 3, 8):
+            q, k, v, log_decay, beta, gain, state, add_to = inputs(3, width, 4, (1, 2, 2), dims, torch.bfloat16)
+            exact = [x.double() for x in (q, k, v, log_decay, beta, gain)]
+            want, last = reference.recurrent_gated_delta(*exact, 0.3, state.double(), None, add_to.double())
+            state = state.mT.contiguous().mT
+            o, same = gated_delta_step(q, k, v, log_decay, beta, gain=gain, scale=0.3, state=state, add_to=add_to)
+            worst[f"{dims} T={width}"] = max(error(o, want), error(same, last))
+    return worst
+
+
+def determinism(runs: int = 100) -> bool:
+    """Whether `runs` forward and backward passes are bitwise equal."""
+    tensors = inputs(2, 1000, 4, (1, 2, 2), (128, 128), torch.bfloat16)
+    weights = [torch.randn(2, 1000, 4, 128, device=DEVICE), torch.randn(2, 4, 128, 128, device=DEVICE)]
+    first = outputs_and_gradients(tensors, weights)
+    for _ in range(runs - 1):
+        again = outputs_and_gradients(tensors, weights)
+        if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
+            return False
+    return True
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+def graphed(call):
+    """`call` as a CUDA-graph replay; (replay, True), or (call, False) where it cannot be captured."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return call, False
+    return graph.replay, True
+
+
+def time_calls(calls: dict, repeats: int = 20) -> dict:
+    """{name: (median ms, 10 %, 90 %)}; candidates interleaved, L2 overwritten before each."""
+    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
+    times = {name: [] for name in calls}
+    for i in range(repeats + 3):
+        for name, call in calls.items():
+            flush.fill_(i)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 3:
+                times[name].append(start.elapsed_time(end))
+    result = {}
+    for name, values in times.items():
+        values.sort()
+        result[name] = [
+            round(x, 4) for x in (statistics.median(values), values[repeats // 10], values[-repeats // 10 - 1])
+        ]
+    return result
+
+
+def fla_op():
+    """flash-linear-attention's chunked gated delta rule with its Hopper guard lifted, or None."""
+    try:
+        import fla.ops.common.chunk_o as guarded
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except Exception as error:  # an incompatible install must not stop our own numbers
+        print("flash-linear-attention is not usable:", str(error).splitlines()[0], flush=True)
+        return None
+    guarded.IS_NVIDIA_HOPPER = False
+    return chunk_gated_delta_rule
+
+
+def fla_errors(op) -> dict:
+    """Errors of the baseline on our inputs, against the same float64 form."""
+    from tolerances import error
+
+    q, k, v, log_decay, beta, _, state, _ = inputs(2, 500, 4, (1, 1, 1), (128, 128), torch.bfloat16, gates="plain")
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
+    weight = torch.randn(2, 500, 4, 128, device="cuda")
+    o, _ = op(*leaves, scale=0.3, initial_state=state, output_final_state=True)
+    got = [o, *torch.autograd.grad(o, leaves, weight.to(o.dtype))]
+    from linearize_kernels import gated_delta
+
+    ours = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
+    o, _ = gated_delta(*ours, scale=0.3, initial_state=state)
+    mine = [o, *torch.autograd.grad(o, ours, weight.to(o.dtype))]
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, log_decay, beta)]
+    o, _ = gated_delta(*exact, scale=0.3, initial_state=state.double())
+    want = [o, *torch.autograd.grad(o, exact, weight.to(torch.bfloat16).double())]
+    names = ("o", "dq", "dk", "dv", "dlog_decay", "dbeta")
+    return {
+        name: [float(f"{error(a, c):.2e}"), float(f"{error(b, c):.2e}")]
+        for name, a, b, c in zip(names, mine, got, want, strict=True)
+    }
+
+
+def timing(shapes, baseline) -> list[dict]:
+    from linearize_kernels import gated_delta
+
+    table = []
+    for batch, tokens, heads, dim in shapes:
+        q, k, v, log_decay, beta, *_ = inputs(
+            batch, tokens, heads, (1, 1, 1), (dim, dim), torch.bfloat16, gates="plain"
+        )
+        k = torch.nn.functional.normalize(k, dim=-1)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
+        do = torch.randn(batch, tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
+        calls, captured = {}, {}
+
+        def forward(op, leaves=leaves):
+            with torch.no_grad():
+                return op(*leaves)
+
+        def both(op, leaves=leaves, do=do):
+            return torch.autograd.grad(op(*leaves)[0], leaves, do)
+
+        for name, op in (("ours", gated_delta), ("fla", baseline)):
+            if op is None:
+                continue
+            for kind, run in (("forward", forward), ("both", both)):
+                try:
+                    calls[f"{name} {kind}"], captured[f"{name} {kind}"] = graphed(lambda run=run, op=op: run(op))
+                except Exception as error:  # a baseline that cannot run is a row of the table, not the end of it
+                    print(f"{name} {kind} {batch}x{tokens}x{heads}x{dim}: {str(error).splitlines()[0]}", flush=True)
+        times = time_calls(calls)
+        per = batch * tokens * heads / 2**20
+        row = {"batch": batch, "tokens": tokens, "heads": heads, "dim": dim, "ms": times, "graph": captured}
+        row["ms per 2^20"] = {name: round(x[0] / per, 3) for name, x in times.items()}
+        print(json.dumps(row), flush=True)
+        table.append(row)
+        del calls
+        torch.cuda.empty_cache()
+    return table
+
+
+def stage_times(batch, tokens, heads, dim) -> dict:
+    """Milliseconds of each kernel of one forward and backward pass."""
+    from linearize_kernels import grads, prep, scan
+    from linearize_kernels.common import Chunks
+
+    q, k, v, log_decay, beta, gain, *_ = inputs(batch, tokens, heads, (1, 1, 1), (dim, dim), torch.bfloat16)
+    do = torch.randn_like(v)
+    chunks = Chunks(batch, tokens, None)
+    scalars, N, A = prep.prepare(q, k, log_decay, beta, gain, 0.1, chunks)
+    states, Y = scan.scan(q, k, v, scalars, N, A, chunks, 0.1, None, recompute=True)
+    d_states, F, _ = scan.reverse_scan(q, k, do, scalars, N, A, chunks, 0.1, None, d_initial=False)
+    calls = {
+        "prep": lambda: prep.prepare(q, k, log_decay, beta, gain, 0.1, chunks),
+        "scan": lambda: scan.scan(q, k, v, scalars, N, A, chunks, 0.1, None),
+        "scan store": lambda: scan.scan(q, k, v, scalars, N, A, chunks, 0.1, None, recompute=True),
+        "reverse": lambda: scan.reverse_scan(q, k, do, scalars, N, A, chunks, 0.1, None, d_initial=False),
+        "grads": lambda: grads.gradients(q, k, v, do, scalars, A, states, d_states, Y, F, chunks, 0.1, erase=True),
+    }
+    return {name: x[0] for name, x in time_calls({n: graphed(c)[0] for n, c in calls.items()}, 10).items()}
+
+
+SWEEP = {
+    "PREP": [(4, 1), (8, 1), (2, 1)],
+    "SCAN": [
+        (64, 8, 2),
+        (64, 8, 1),
+        (64, 8, 3),
+        (32, 4, 2),
+        (32, 4, 3),
+        (64, 4, 2),
+        (64, 4, 1),
+        (128, 8, 1),
+        (16, 4, 2),
+    ],
+    "REVERSE": [(64, 8, 2), (64, 8, 1), (32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 2), (16, 4, 2)],
+    "GRADS": [
+        (128, 64, 8, 1),
+        (128, 32, 8, 1),
+        (128, 32, 8, 2),
+        (64, 32, 4, 1),
+        (64, 32, 8, 1),
+        (64, 64, 8, 1),
+        (64, 64, 4, 1),
+    ],
+}
+STAGES = {"PREP": ("prep",), "SCAN": ("scan", "scan store"), "REVERSE": ("reverse",), "GRADS": ("grads",)}
+
+
+@contextlib.contextmanager
+def table_entry(name: str, dim: int, entry: tuple):
+    from linearize_kernels import grads, prep, scan
+
+    module = {"PREP": prep, "SCAN": scan, "REVERSE": scan, "GRADS": grads}[name]
+    table = getattr(module, name)
+    before = table[dim]
+    table[dim] = entry
+    try:
+        yield
+    finally:
+        table[dim] = before
+
+
+def sweep_one(job: tuple) -> dict:
+    """Times of one launch-table entry at one shape."""
+    name, dim, entry, shape = job
+    if name == "GRADS" and entry[0] > dim:
+        return {}
+    with table_entry(name, dim, entry):
+        try:
+            times = stage_times(*shape, dim)
+        except Exception as error:  # an entry that does not launch is simply no candidate
+            return {"table": name, "dim": dim, "entry": entry, "error": str(error).splitlines()[0][:100]}
+    return {"table": name, "dim": dim, "entry": entry, "shape": shape, **{s: times[s] for s in STAGES[name]}}
+
+
+def decode_times() -> list[dict]:
+    """Decode steps at 128 dims: microseconds, and the ratio to reading and writing the state once at 4.3 TB/s."""
+    from linearize_kernels import gated_delta_step
+
+    table = []
+    for heads in (16, 32):
+        for batch in (1, 8, 32, 64, 128, 256):
+            q, k, v, log_decay, beta, _, state, _ = inputs(batch, 1, heads, (1, 1, 1), (128, 128), torch.bfloat16)
+            state = state.mT.contiguous().mT
+            call, captured = graphed(lambda s=state, a=(q, k, v, log_decay, beta): gated_delta_step(*a, state=s))
+            ms = time_calls({"step": call})["step"][0]
+            floor = batch * heads * 2 * 4 * 128 * 128 / 4.3e12 * 1e3
+            table.append({"batch": batch, "heads": heads, "us": round(1e3 * ms, 2), "over floor": round(ms / floor, 2)})
+            print(json.dumps(table[-1]), flush=True)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--skip", action="append", default=[], choices=["correctness", "determinism", "timing", "fla", "decode"]
+    )
+    parser.add_argument("--sweep", action="store_true", help="time other launch tables as well")
+    parser.add_argument("--workers", type=int, default=12)
+    arguments = parser.parse_args()
+    import triton
+
+    report = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+    }  # fmt: skip
+    started = time.time()
+
+    def note(key, value):
+        report[key] = value
+        report["seconds"] = round(time.time() - started, 1)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+    note("argv", sys.argv[1:])
+    failures = 0
+    if "correctness" not in arguments.skip:
+        results = []
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
+            futures = {pool.submit(correctness, case): case for case in cases()}
+            for future in as_completed(futures):
+                try:
+                    results.append(future.result())
+                except Exception as error:  # one broken case must not hide the others
+                    results.append({**futures[future], "failed": ["raised"], "error": str(error)[:300]})
+                if results[-1]["failed"]:
+                    failures += 1
+                    print("FAIL", json.dumps(results[-1]), flush=True)
+        print(f"correctness: {len(results)} cases, {failures} failed, {time.time() - started:.0f} s", flush=True)
+        note("correctness", results)
+    if "decode" not in arguments.skip:
+        note("decode errors", check_decode())
+        print("decode, worst error:", max(report["decode errors"].values()), flush=True)
+    if "determinism" not in arguments.skip:
+        note("deterministic over 100 runs", determinism())
+        print("deterministic:", report["deterministic over 100 runs"], flush=True)
+    if "timing" not in arguments.skip:
+        note("kernels 8x4096x16x128 ms", stage_times(8, 4096, 16, 128))
+        note("kernels 8x4096x16x64 ms", stage_times(8, 4096, 16, 64))
+        print(json.dumps([report["kernels 8x4096x16x128 ms"], report["kernels 8x4096x16x64 ms"]]), flush=True)
+    if arguments.sweep:
+        jobs = [(name, dim, entry) for dim in (128, 64) for name, entries in SWEEP.items() for entry in entries]
+        with ProcessPoolExecutor(arguments.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(sweep_one, [(*job, (1, 128, 16)) for job in jobs]))  # compiles in parallel
+        rows = []
+        for job in jobs:
+            rows.append(sweep_one((*job, (8, 4096, 16))))
+            if rows[-1]:
+                print(json.dumps(rows[-1]), flush=True)
+            note("sweep", rows)
+    if "decode" not in arguments.skip and "timing" not in arguments.skip:
+        note("decode", decode_times())
+    if "timing" not in arguments.skip:
+        baseline = None if "fla" in arguments.skip else fla_op()
+        if baseline is not None:
+            note("errors beside fla", fla_errors(baseline))
+            print("errors (ours, fla):", json.dumps(report["errors beside fla"]), flush=True)
+        shapes = [
+            (1, 32768, 32, 128),
+            (8, 4096, 16, 128),
+            (1, 8192, 16, 128),
+            (1, 8192, 64, 128),
+            (8, 4096, 16, 64),
+            (1, 2048, 16, 128),
+        ]
+        note("timing", timing(shapes, baseline))
+    print(f"done in {time.time() - started:.0f} s", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What the Triton kernels share: the dot helper, where a chunk lies, and the launch tables.
+
+Rules that all kernels follow.
+* The left operand of every dot that runs on four or more warps is loaded, never computed: ptxas below 13.3 may reuse
+  the registers of a register-A WGMMA too early. Products are written transposed where that needs it.
+* Decays are differences of in-chunk sums, masked before the exponential.
+* 16-bit tiles are raised to float32 before any arithmetic but a dot.
+* A program adds one 64-bit base; offsets inside a tile are 32-bit.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 64
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    # The interpreter multiplies the bit patterns of bfloat16, so it gets float operands.
+    if _INTERPRETED:
+        return tl.dot(a.to(ACC), b.to(ACC), out_dtype=ACC)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def locate_chunk(chunk, table, cu_seqlens, T, NT, C: tl.constexpr, VARLEN: tl.constexpr):
+    """(row of the batch, first token, number of real tokens) of a chunk; no tokens for an unused table entry."""
+    if VARLEN:
+        sequence = tl.load(table + 2 * chunk)
+        first = tl.load(table + 2 * chunk + 1)
+        end = tl.load(cu_seqlens + tl.maximum(sequence, 0) + 1).to(tl.int32)
+        batch = tl.cast(0, tl.int64)
+        count = tl.where(sequence < 0, 0, tl.minimum(end - first, C))
+    else:
+        batch = tl.cast(chunk // NT, tl.int64)
+        first = (chunk % NT) * C
+        count = tl.minimum(T - first, C)
+    return batch, first, count
+
+
+@triton.jit
+def locate_sequence(sequence, offsets, cu_seqlens, T, NT, C: tl.constexpr, VARLEN: tl.constexpr):
+    """(row of the batch, first token, end, number of its first chunk) of a sequence."""
+    if VARLEN:
+        start = tl.load(cu_seqlens + sequence).to(tl.int32)
+        end = tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+        batch = tl.cast(0, tl.int64)
+        chunk = tl.load(offsets + sequence)
+    else:
+        start = 0
+        end = T
+        batch = tl.cast(sequence, tl.int64)
+        chunk = sequence * NT
+    return batch, start, end, chunk
+
+
+@triton.jit
+def decays(scalars, row, C: tl.constexpr):
+    """exp(g), exp(g_last - g) and exp(g_last) from the two parts of g that `prep` stores."""
+    g = tl.load(scalars + row)
+    rest = tl.load(scalars + C + row)
+    g_last = tl.load(scalars + C - 1)
+    rest_last = tl.load(scalars + 2 * C - 1)
+    return tl.exp2(g + rest), tl.exp2((g_last - g) + (rest_last - rest)), tl.exp2(g_last + rest_last)
+
+
+class Chunks:
+    """Chunk numbering of one call: rows of the batch, or packed sequences, one after the other.
+
+    For packed sequences the tables are built on the device, without reading `cu_seqlens` on the host: `count` is the
+    upper bound T // 64 + S, and entries that no sequence uses have sequence -1.
+    """
+
+    def __init__(self, batch: int, tokens: int, cu_seqlens: Tensor | None):
+        self.tokens, self.packed = tokens, cu_seqlens is not None
+        self.per_row = -(-tokens // CHUNK)
+        if cu_seqlens is None:
+            self.sequences, self.count = batch, batch * self.per_row
+            self.cu_seqlens = self.table = self.offsets = None
+            return
+        self.cu_seqlens = cu_seqlens
+        self.sequences = cu_seqlens.numel() - 1
+        self.count = tokens // CHUNK + self.sequences
+        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        ends = ((lengths + CHUNK - 1) // CHUNK).cumsum(0)
+        self.offsets = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        index = torch.arange(self.count, device=cu_seqlens.device)
+        sequence = torch.searchsorted(ends, index, right=True)
+        used = sequence < self.sequences
+        sequence = sequence.clamp(max=self.sequences - 1)
+        first = cu_seqlens[sequence] + (index - self.offsets[sequence]) * CHUNK
+        self.table = torch.stack([torch.where(used, sequence, -1), first], 1).to(torch.int32).contiguous()
+
+    @staticmethod
+    def bound(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
+        """`count` from shapes alone."""
+        if cu_seqlens is None:
+            return batch * -(-tokens // CHUNK)
+        return tokens // CHUNK + cu_seqlens.numel() - 1
+
+
+def accumulator(dtype: torch.dtype):
+    """Triton type of sums for inputs of `dtype`."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How a dot treats its operands; float32 is split in three tf32 products, never rounded to one."""
+    return "tf32x3" if dtype == torch.float32 else "ieee"
+
+
+def launch_warps(dtype: torch.dtype, warps: int) -> int:
+    """Warps of a launch: two for float32, whose split operands sit in registers and must not reach a WGMMA."""
+    return min(warps, 2) if dtype == torch.float32 else warps
+
+
+def rows(x: Tensor) -> Tensor:
+    """x [B,T,H,D] with a dense last dimension; the kernels take the other strides as they are."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides over batch, token and head of [B,T,H,D] or [B,T,H]."""
+    return x.stride(0), x.stride(1), x.stride(2)

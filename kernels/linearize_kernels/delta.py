@@ -1,0 +1,45 @@
+"""The gated delta rule and linear attention: which kernels run, forwards (P1, P2) and backwards (P2 again, B1, B2).
+
+The states and the written values are recomputed in the backward pass, never saved.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import grads, prep, scan
+from .common import Chunks, rows
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, gain: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, add_to: Tensor | None, scale: float, final: bool,
+    warps: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, final state or empty, scalars, N, A). `warps` replaces every entry of the launch tables."""
+    q, k, v = rows(q), rows(k), rows(v)
+    chunks = Chunks(q.shape[0], q.shape[1], cu_seqlens)
+    scalars, N, A = prep.prepare(q, k, log_decay, beta, gain, scale, chunks, warps)
+    add_to = None if add_to is None else rows(add_to)
+    o, last = scan.scan(q, k, v, scalars, N, A, chunks, scale, initial_state, add_to, final=final, warps=warps)
+    return o, last, scalars, N, A
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, scalars: Tensor, N: Tensor, A: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, do: Tensor, d_final: Tensor | None, scale: float, d_initial: bool, erase: bool,
+    warps: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, gradients [3,B,T,H] of log_decay, beta and gain, d initial or empty); dbeta is 0 without erase."""
+    q, k, v, do = rows(q), rows(k), rows(v), rows(do)
+    d_final = None if d_final is None else d_final.contiguous()
+    chunks = Chunks(q.shape[0], q.shape[1], cu_seqlens)
+    states, Y = scan.scan(q, k, v, scalars, N, A, chunks, scale, initial_state, recompute=True, warps=warps)
+    d_states, F, first = scan.reverse_scan(
+        q, k, do, scalars, N, A, chunks, scale, d_final, d_initial=d_initial, warps=warps
+    )
+    dq, dk, dv, d_scalars = grads.gradients(
+        q, k, v, do, scalars, A, states, d_states, Y, F, chunks, scale, erase=erase, warps=warps
+    )
+    dq, dk, dv = (grads.sum_group(d, x.shape[2]) for d, x in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv, d_scalars, first

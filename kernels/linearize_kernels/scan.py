@@ -1,0 +1,222 @@
+"""P2 and B1: the sequential passes over chunks, forwards for the state and backwards for its cotangent.
+
+One program per (sequence, head, tile of values); the state tile [K,BV] stays in registers. Per chunk, forwards:
+
+    r = gain V - beta e (K S);   Y = r + N r;   o = scale e (Q S) + A Y + add_to;   S <- gamma S + K^T (eta Y)
+
+and backwards, given dO and dS, the cotangent of the state that leaves the chunk:
+
+    dY = A^T dO + eta (K dS);   F = dY + N^T dY;   dS <- gamma dS + Q^T (scale e dO) - K^T (beta e F)
+
+with e = exp(g), eta = exp(g_last - g), gamma = exp(g_last). Without erase N = 0 and beta = 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import CHUNK, Chunks, accumulator, decays, dot, launch_warps, locate_sequence, precision, strides
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "v_group", "scale"])
+def scan_kernel(
+    q, k, v, add_to, scalars, N, A, initial, o, final, states, Y, offsets, cu_seqlens,
+    T, NT, H, q_group, k_group, v_group, scale,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, a_batch, a_token, a_head,
+    i_batch, i_head, i_key, i_value,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    ERASE: tl.constexpr, ADD: tl.constexpr, INITIAL: tl.constexpr, OUT: tl.constexpr, STORE: tl.constexpr,
+    FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(V, BV)
+    line = tl.program_id(0) // tiles
+    sequence = line // H
+    head = line % H
+    value = (tl.program_id(0) % tiles) * BV + tl.arange(0, BV)
+    batch, start, end, chunk = locate_sequence(sequence, offsets, cu_seqlens, T, NT, C, VARLEN)
+    row = tl.arange(0, C)
+    key = tl.arange(0, BK)
+    in_key = key < K
+    in_value = value < V
+    in_state = in_key[:, None] & in_value[None, :]
+    line64 = tl.cast(sequence, tl.int64) * H + head
+    if INITIAL:
+        initial += tl.cast(sequence, tl.int64) * i_batch + tl.cast(head, tl.int64) * i_head
+        S = tl.load(initial + key[:, None] * i_key + value[None, :] * i_value, mask=in_state, other=0.0).to(ACC)
+    else:
+        S = tl.zeros([BK, BV], dtype=ACC)
+    token = tl.cast(start, tl.int64)
+    place = tl.cast(chunk, tl.int64) * H + head
+    q += batch * q_batch + token * q_token + (head // q_group) * q_head
+    k += batch * k_batch + token * k_token + (head // k_group) * k_head
+    v += batch * v_batch + token * v_token + (head // v_group) * v_head
+    if ADD:
+        add_to += batch * a_batch + token * a_token + head * a_head
+    o += ((batch * T + token) * H + head) * V
+    for first in range(start, end, C):
+        count = end - first
+        real = row < count
+        tile_k = real[:, None] & in_key[None, :]
+        tile_v = real[:, None] & in_value[None, :]
+        reach, late, kept = decays(scalars + place * 4 * C, row, C)
+        write = tl.load(scalars + place * 4 * C + 3 * C + row)
+        keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
+        values = tl.load(v + row[:, None] * v_token + value[None, :], mask=tile_v, other=0.0)
+        square = place * C * C + row[:, None] * C + row[None, :]
+        half = S.to(keys.dtype)
+        if STORE:
+            tl.store(states + (place * K + key[:, None]) * V + value[None, :], half, mask=in_state)
+        if ERASE:
+            erase = tl.load(scalars + place * 4 * C + 2 * C + row)
+            r = write[:, None] * values.to(ACC) - (erase * reach)[:, None] * dot(keys, half, PRECISION, ACC)
+            y = r + dot(tl.load(N + square), r.to(keys.dtype), PRECISION, ACC)
+        else:
+            y = write[:, None] * values.to(ACC)
+        if STORE:
+            tl.store(Y + (place * C + row[:, None]) * V + value[None, :], y.to(keys.dtype), mask=in_value[None, :])
+        if OUT:
+            queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
+            out = (scale * reach)[:, None] * dot(queries, half, PRECISION, ACC)
+            out += dot(tl.load(A + square), y.to(keys.dtype), PRECISION, ACC)
+            if ADD:
+                extra = tl.load(add_to + row[:, None] * a_token + value[None, :], mask=tile_v, other=0.0)
+                out += extra.to(ACC)
+            tl.store(o + row[:, None] * (H * V) + value[None, :], out.to(keys.dtype), mask=tile_v)
+        S = kept * S + dot(tl.trans(keys), (late[:, None] * y).to(keys.dtype), PRECISION, ACC)
+        place += H
+        q += C * q_token
+        k += C * k_token
+        v += C * v_token
+        if ADD:
+            add_to += C * a_token
+        o += C * H * V
+    if FINAL:
+        tl.store(final + (line64 * K + key[:, None]) * V + value[None, :], S, mask=in_state)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "scale"])
+def reverse_scan_kernel(
+    q, k, do, scalars, N, A, d_final, d_states, F, d_initial, offsets, cu_seqlens,
+    T, NT, H, q_group, k_group, scale,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, o_batch, o_token, o_head,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    ERASE: tl.constexpr, D_FINAL: tl.constexpr, D_INITIAL: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(V, BV)
+    line = tl.program_id(0) // tiles
+    sequence = line // H
+    head = line % H
+    value = (tl.program_id(0) % tiles) * BV + tl.arange(0, BV)
+    batch, start, end, chunk = locate_sequence(sequence, offsets, cu_seqlens, T, NT, C, VARLEN)
+    row = tl.arange(0, C)
+    key = tl.arange(0, BK)
+    in_key = key < K
+    in_value = value < V
+    in_state = in_key[:, None] & in_value[None, :]
+    line64 = tl.cast(sequence, tl.int64) * H + head
+    if D_FINAL:
+        dS = tl.load(d_final + (line64 * K + key[:, None]) * V + value[None, :], mask=in_state, other=0.0).to(ACC)
+    else:
+        dS = tl.zeros([BK, BV], dtype=ACC)
+    steps = (end - start + C - 1) // C
+    token = tl.cast(start, tl.int64) + (tl.cast(steps, tl.int64) - 1) * C
+    place = (tl.cast(chunk, tl.int64) + steps - 1) * H + head
+    q += batch * q_batch + token * q_token + (head // q_group) * q_head
+    k += batch * k_batch + token * k_token + (head // k_group) * k_head
+    do += batch * o_batch + token * o_token + head * o_head
+    for i in range(0, steps):
+        real = row < end - start - (steps - 1 - i) * C
+        tile_k = real[:, None] & in_key[None, :]
+        tile_v = real[:, None] & in_value[None, :]
+        reach, late, kept = decays(scalars + place * 4 * C, row, C)
+        keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
+        queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
+        d_out = tl.load(do + row[:, None] * o_token + value[None, :], mask=tile_v, other=0.0)
+        square = place * C * C + row[:, None] * C + row[None, :]
+        half = dS.to(keys.dtype)
+        tl.store(d_states + (place * K + key[:, None]) * V + value[None, :], half, mask=in_state)
+        f = late[:, None] * dot(keys, half, PRECISION, ACC)
+        f += dot(tl.trans(tl.load(A + square)), d_out, PRECISION, ACC)
+        if ERASE:
+            f += dot(tl.trans(tl.load(N + square)), f.to(keys.dtype), PRECISION, ACC)
+        tl.store(F + (place * C + row[:, None]) * V + value[None, :], f.to(keys.dtype), mask=in_value[None, :])
+        grown = ((scale * reach)[:, None] * d_out.to(ACC)).to(keys.dtype)
+        dS = kept * dS + dot(tl.trans(queries), grown, PRECISION, ACC)
+        if ERASE:
+            erase = tl.load(scalars + place * 4 * C + 2 * C + row)
+            lost = ((erase * reach)[:, None] * f).to(keys.dtype)
+            dS -= dot(tl.trans(keys), lost, PRECISION, ACC)
+        place -= H
+        q -= C * q_token
+        k -= C * k_token
+        do -= C * o_token
+    if D_INITIAL:
+        tl.store(d_initial + (line64 * K + key[:, None]) * V + value[None, :], dS, mask=in_state)
+
+
+# (K rounded up to a power of two) -> (largest tile of values, warps, stages): read-out, recomputation, reverse pass.
+SCAN = {32: (32, 4, 2), 64: (64, 4, 2), 128: (32, 4, 2), 256: (32, 8, 2)}
+STORE = {32: (32, 4, 2), 64: (32, 4, 3), 128: (64, 4, 2), 256: (32, 8, 2)}
+REVERSE = {32: (32, 4, 1), 64: (32, 4, 2), 128: (32, 4, 2), 256: (32, 8, 2)}
+
+
+def _launch(table: dict, x: Tensor, keys: int, values: int, warps: int | None) -> tuple[int, int, int, int]:
+    """(keys rounded up, tile of values, warps, stages); float32 never gets asynchronous products."""
+    padded = max(32, triton.next_power_of_2(keys))
+    tile, default, stages = table[padded]
+    return padded, min(tile, max(16, triton.next_power_of_2(values))), launch_warps(x.dtype, warps or default), stages
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, scalars: Tensor, N: Tensor, A: Tensor, chunks: Chunks, scale: float,
+    initial: Tensor | None, add_to: Tensor | None = None, *, final: bool = False, recompute: bool = False,
+    warps: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Forward pass: (o [B,T,H,V], final state [S,H,K,V] or empty).
+
+    With `recompute` nothing is read out; the results are the states entering each chunk [chunks,H,K,V] and the written
+    values Y [chunks,H,C,V], as the backward kernels need them.
+    """
+    batch, tokens, heads = q.shape[0], q.shape[1], A.shape[1]
+    key_dim, value_dim = k.shape[-1], v.shape[-1]
+    padded, tile, warps, stages = _launch(STORE if recompute else SCAN, q, key_dim, value_dim, warps)
+    empty = q.new_empty(0)
+    o = empty if recompute else q.new_empty(batch, tokens, heads, value_dim)
+    last = scalars.new_empty((chunks.sequences, heads, key_dim, value_dim) if final else 0)
+    states = q.new_empty(chunks.count, heads, key_dim, value_dim) if recompute else empty
+    written = q.new_empty(chunks.count, heads, CHUNK, value_dim) if recompute else empty
+    scan_kernel[(chunks.sequences * heads * triton.cdiv(value_dim, tile),)](
+        q, k, v, add_to, scalars, N, A, initial, o, last, states, written, chunks.offsets, chunks.cu_seqlens,
+        tokens, chunks.per_row, heads, heads // q.shape[2], heads // k.shape[2], heads // v.shape[2], scale,
+        *strides(q), *strides(k), *strides(v), *((0, 0, 0) if add_to is None else strides(add_to)),
+        *((0, 0, 0, 0) if initial is None else initial.stride()),
+        K=key_dim, V=value_dim, BK=padded, BV=tile, C=CHUNK, ERASE=N.numel() > 0, ADD=add_to is not None,
+        INITIAL=initial is not None, OUT=not recompute, STORE=recompute, FINAL=final, VARLEN=chunks.packed,
+        PRECISION=precision(q.dtype), ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return (states, written) if recompute else (o, last)
+
+
+def reverse_scan(
+    q: Tensor, k: Tensor, do: Tensor, scalars: Tensor, N: Tensor, A: Tensor, chunks: Chunks, scale: float,
+    d_final: Tensor | None, *, d_initial: bool, warps: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Backward pass: cotangents of the states leaving each chunk, F (laid out as by `scan`), d initial or empty."""
+    tokens, heads = q.shape[1], A.shape[1]
+    key_dim, value_dim = k.shape[-1], do.shape[-1]
+    padded, tile, warps, stages = _launch(REVERSE, q, key_dim, value_dim, warps)
+    d_states = q.new_empty(chunks.count, heads, key_dim, value_dim)
+    F = q.new_empty(chunks.count, heads, CHUNK, value_dim)
+    first = scalars.new_empty((chunks.sequences, heads, key_dim, value_dim) if d_initial else 0)
+    reverse_scan_kernel[(chunks.sequences * heads * triton.cdiv(value_dim, tile),)](
+        q, k, do, scalars, N, A, d_final, d_states, F, first, chunks.offsets, chunks.cu_seqlens,
+        tokens, chunks.per_row, heads, heads // q.shape[2], heads // k.shape[2], scale,
+        *strides(q), *strides(k), *strides(do),
+        K=key_dim, V=value_dim, BK=padded, BV=tile, C=CHUNK, ERASE=N.numel() > 0, D_FINAL=d_final is not None,
+        D_INITIAL=d_initial, VARLEN=chunks.packed, PRECISION=precision(q.dtype), ACC=accumulator(q.dtype),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return d_states, F, first

@@ -1,0 +1,174 @@
+"""First-use check of the kernels on the user's GPU, compiler and driver.
+
+Some pairs of GPU and ptxas compile matrix products to code that gives wrong gradients without any error. So the first
+call of each (head sizes, dtype, erase) runs a small problem, forwards and backwards, twice, against the float64
+recurrence on the same device. A pass is remembered on disk for this device, driver, torch, triton, ptxas and kernel
+source. On failure the launch tables are replaced by two warps, which use no asynchronous matrix product, and the check
+is repeated; if that fails too, the operator raises. LINEARIZE_KERNELS_CHECK=0 skips it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import delta, reference
+
+SAFE_WARPS = 2
+# (outputs and states, gradients of rows, gradients of per-head scalars): twice what the tests allow.
+LIMITS = {
+    torch.float32: (2e-5, 6e-5, 2e-4),
+    torch.float16: (4e-3, 8e-3, 2e-2),
+    torch.bfloat16: (1.2e-2, 2e-2, 4e-2),
+}
+_warps: dict[tuple, int | None] = {}
+
+
+def cache_file() -> Path:
+    """Where passed checks are remembered."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "linearize_kernels" / "selfcheck.json"
+
+
+@functools.cache
+def _environment() -> str:
+    import triton
+
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas_version
+
+        ptxas = get_ptxas_version(torch.cuda.get_device_capability()[0] * 10)
+    except (ImportError, TypeError):
+        ptxas = os.environ.get("TRITON_PTXAS_PATH", "bundled")
+    source = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        source.update(path.read_bytes())
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    parts = torch.cuda.get_device_name(), driver, torch.__version__, triton.__version__, ptxas, source.hexdigest()
+    return " | ".join(str(part) for part in parts)
+
+
+def problem(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device) -> list[Tensor | None]:
+    """q, k, v, log_decay, beta, gain, initial state: 200 tokens, two heads in one group, one of them decaying fast."""
+    make = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make)
+
+    q, k, v = normal(1, 200, 2, key_dim), normal(1, 200, 1, key_dim) * key_dim**-0.5, normal(1, 200, 1, value_dim)
+    log_decay = -torch.nn.functional.softplus(normal(1, 200, 2)) * torch.tensor([0.05, 5.0])
+    beta, gain = (2 * torch.rand(1, 200, 2, generator=make) for _ in range(2))
+    tensors = [x.to(device, dtype) for x in (q, k, v)] + [x.to(device) for x in (log_decay, beta, gain)]
+    tensors.append(normal(1, 2, key_dim, value_dim).to(device))
+    if not erase:
+        tensors[4] = None
+    return tensors
+
+
+def measure(
+    key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device, warps: int | None
+) -> dict[str, float]:
+    """RMS-relative error of every output and gradient; inf where two runs differ or anything is not finite."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    inputs = problem(key_dim, value_dim, dtype, erase, device)
+    exact = [None if x is None else x.double().requires_grad_() for x in inputs]
+    q, k, v, log_decay, beta, gain, state = exact
+    none = torch.zeros_like(gain) if beta is None else beta
+    o, final = reference.recurrent_gated_delta(q, k, v, log_decay, none, gain, 0.5, state)
+    make = torch.Generator().manual_seed(8)
+    do, d_final = (torch.randn(x.shape, generator=make).to(device) for x in (o, final))
+    do = do.to(dtype)
+    wanted = [x for x in exact if x is not None]
+    slopes = iter(torch.autograd.grad([o, final], wanted, [do.double(), d_final.double()]))
+    want = [o.detach(), final.detach(), *(None if x is None else next(slopes) for x in exact)]
+    runs = []
+    for _ in range(2):
+        q, k, v, log_decay, beta, gain, state = inputs
+        o, final, scalars, N, A = delta.forward(q, k, v, log_decay, beta, gain, state, None, None, 0.5, True, warps)
+        dq, dk, dv, gates, d_state = delta.backward(
+            q, k, v, scalars, N, A, state, None, do, d_final, 0.5, True, erase, warps
+        )
+        runs.append([o, final, dq, dk, dv, gates[0], gates[1] if erase else None, gates[2], d_state])
+    names = "o", "final", "dq", "dk", "dv", "dlog_decay", "dbeta", "dgain", "dstate"
+    errors = {}
+    for name, first, second, true in zip(names, *runs, want, strict=True):
+        if true is None:
+            continue
+        error = ((first.double() - true).square().mean() / true.square().mean()).sqrt()
+        errors[name] = float(error) if torch.equal(first, second) and torch.isfinite(error) else float("inf")
+    return errors
+
+
+def passes(errors: dict[str, float], dtype: torch.dtype) -> bool:
+    """Whether every error is within `LIMITS`."""
+    outputs, row_gradients, scalar_gradients = LIMITS[dtype]
+    limit = {"o": outputs, "final": outputs, "dq": row_gradients, "dk": row_gradients, "dv": row_gradients}
+    limit["dstate"] = row_gradients
+    return all(error <= limit.get(name, scalar_gradients) for name, error in errors.items())
+
+
+def _remember(key: str, warps: int | None) -> None:
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({**known, key: warps}))
+        temporary.replace(path)
+    except (OSError, ValueError):
+        return  # A home that cannot be written to costs a repeated check, nothing else.
+
+
+def warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device: torch.device) -> int | None:
+    """None when the launch tables may be used as they are, 2 when only the safe launches are right here.
+
+    Raises:
+        RuntimeError: both are wrong on this machine.
+    """
+    if device.type != "cuda" or os.environ.get("LINEARIZE_KERNELS_CHECK") == "0":
+        return None
+    case = key_dim, value_dim, dtype, erase, device.index
+    if case in _warps:
+        return _warps[case]
+    key = f"{_environment()} | {key_dim} {value_dim} {dtype} {erase}"
+    try:
+        known = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        known = {}
+    if key in known:
+        _warps[case] = known[key]
+        return known[key]
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("kernels cannot be checked inside a CUDA graph capture: run the model once before capturing")
+    # Inside an operator autograd is switched off for this thread, so the check runs in another one.
+    with ThreadPoolExecutor(1) as thread:
+
+        def run(warps: int | None) -> dict[str, float]:
+            return thread.submit(measure, key_dim, value_dim, dtype, erase, device, warps).result()
+
+        errors = run(None)
+        chosen = None
+        if not passes(errors, dtype):
+            if not passes(run(SAFE_WARPS), dtype):
+                raise RuntimeError(
+                    f"the kernels give wrong results on this GPU (errors {errors}): use another triton, set "
+                    "TRITON_PTXAS_PATH to a ptxas of CUDA 13.3 or later, or LINEARIZE_KERNELS=reference"
+                )
+            chosen = SAFE_WARPS
+            warnings.warn(
+                f"fast launches of the kernels are wrong on this GPU and compiler (errors {errors}); slower ones run. "
+                "A ptxas of CUDA 13.3 or later in TRITON_PTXAS_PATH may help",
+                stacklevel=2,
+            )
+    _warps[case] = chosen
+    _remember(key, chosen)
+    return chosen

@@ -1,0 +1,31 @@
+"""A few launches compiled for sm_90 without a GPU; kernels/benchmarks/compile_gate.py checks all of them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"))
+
+import compile_gate  # noqa: E402
+import triton  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CHOSEN = ("prep bf16 K=128 V=128", "scan out bf16 K=64 V=64", "reverse bf16 K=128 V=128", "grads bf16 K=64 V=64")
+
+
+@pytest.mark.skipif(not (TOOLS / "ptxas").exists() or not (TOOLS / "cuobjdump").exists(), reason="triton without ptxas")
+@pytest.mark.parametrize("name", CHOSEN)
+def test_launch_compiles_for_hopper(name):
+    (launch,) = [rest for entry, *rest in compile_gate.entries(quick=True) if entry == name]
+    assert compile_gate.verdict(compile_gate.check(*launch), launch[1]) is None
+
+
+def test_the_verdict_refuses_spills_and_register_operands():
+    fine = {"register_a": 0, "stack": 0, "shared": 1024}
+    assert compile_gate.verdict(fine, "bf16") is None
+    assert "registers" in compile_gate.verdict({**fine, "register_a": 1}, "bf16")
+    assert "spills" in compile_gate.verdict({**fine, "stack": 8}, "bf16")
+    assert compile_gate.verdict({**fine, "stack": 8}, "fp32") is None
+    assert "shared" in compile_gate.verdict({**fine, "shared": 2**18}, "bf16")

@@ -1,0 +1,29 @@
+"""Importing the package and choosing between torch and Triton."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from linearize_kernels.api import uses_kernels
+
+
+def test_importing_the_package_loads_neither_triton_nor_a_driver():
+    code = "import sys, linearize_kernels, torch; print('triton' in sys.modules, torch.cuda.is_initialized())"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert run.stdout.split() == ["False", "False"], run.stderr
+
+
+def test_the_environment_switch(monkeypatch):
+    x = torch.zeros(1)
+    monkeypatch.delenv("LINEARIZE_KERNELS", raising=False)
+    assert not uses_kernels(x)
+    monkeypatch.setenv("LINEARIZE_KERNELS", "triton")
+    assert uses_kernels(x)
+    monkeypatch.setenv("LINEARIZE_KERNELS", "reference")
+    assert not uses_kernels(x)
+    monkeypatch.setenv("LINEARIZE_KERNELS", "fast")
+    with pytest.raises(ValueError, match="auto, reference or triton"):
+        uses_kernels(x)

@@ -1,0 +1,193 @@
+"""The Triton kernels in the interpreter, against the float64 torch forms.
+
+The interpreter has to be switched on before Triton is imported, so the cases below run in a process of their own,
+started by the one test that an ordinary run collects.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INSIDE:
+
+    def test_kernels_in_the_interpreter():
+        pytest.importorskip("triton")
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "LINEARIZE_KERNELS": "triton"}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent)
+        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+
+else:
+    import torch
+    from linearize_kernels import gated_delta, gated_delta_step, linear_attn, linear_attn_step, reference
+    from tolerances import TOLERANCE, assert_close
+
+    NAMES = ("q", "k", "v", "log_decay", "beta", "gain", "initial_state", "add_to")
+
+    def inputs(tokens, dims, dtype, *, heads=2, batch=1, groups=(1, 1, 1), sequences=None, decay=1.0, seed=0):
+        make = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(*shape, dtype=torch.float64, generator=make)
+
+        q, k, v = (
+            normal(batch, tokens, heads // g, d) for g, d in zip(groups, (dims[0], dims[0], dims[1]), strict=True)
+        )
+        k = k / math.sqrt(dims[0])
+        log_decay = -decay * torch.nn.functional.softplus(normal(batch, tokens, heads))
+        beta, gain = (2 * torch.rand(batch, tokens, heads, dtype=torch.float64, generator=make) for _ in range(2))
+        beta = beta * (beta > 0.2)
+        state = normal(sequences or batch, heads, *dims)
+        add_to = normal(batch, tokens, heads, dims[1])
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        types = (dtype, dtype, dtype, wide, wide, wide, wide, dtype)
+        tensors = (q, k, v, log_decay, beta, gain, state, add_to)
+        return {name: x.to(t) for name, x, t in zip(NAMES, tensors, types, strict=True)}
+
+    def call(x, linear, cu=None, force_reference=False):
+        shared = {"scale": 0.3, "output_final_state": True, "cu_seqlens": cu}
+        shared |= {name: x[name] for name in ("initial_state", "add_to") if name in x}
+        decay = x.get("log_decay")
+        if force_reference:
+            beta = None if linear else x["beta"]
+            rest = x.get("initial_state"), cu, x.get("add_to")
+            return reference.chunk_gated_delta(x["q"], x["k"], x["v"], decay, beta, x["gain"], 0.3, *rest)
+        if linear:
+            return linear_attn(x["q"], x["k"], x["v"], decay, x["gain"], **shared)
+        return gated_delta(x["q"], x["k"], x["v"], decay, x["beta"], gain=x["gain"], **shared)
+
+    def check(x, limits, linear=False, cu=None):
+        """Outputs, final state and all gradients against float64."""
+        if linear:
+            x = {name: value for name, value in x.items() if name != "beta"}
+        sides = []
+        for exact in (False, True):
+            leaves = {n: (t.double() if exact else t).detach().requires_grad_() for n, t in x.items()}
+            outputs = call(leaves, linear, cu, force_reference=exact)
+            make = torch.Generator().manual_seed(1)
+            weights = [torch.randn(t.shape, dtype=torch.float64, generator=make) for t in outputs]
+            total = sum((t.double() * w.to(x["q"].dtype)).sum() for t, w in zip(outputs, weights, strict=True))
+            slopes = torch.autograd.grad(total, list(leaves.values()))
+            sides.append((outputs, dict(zip(leaves, slopes, strict=True))))
+        (got, got_slopes), (want, want_slopes) = sides
+        for name, a, b in zip(("o", "final state"), got, want, strict=True):
+            assert_close(name, a, b, limits[0])
+        for name in x:
+            scalar = name in ("log_decay", "beta", "gain")
+            assert_close(f"gradient of {name}", got_slopes[name], want_slopes[name], limits[2 if scalar else 1])
+
+    @pytest.mark.parametrize("linear", [False, True])
+    @pytest.mark.parametrize("tokens", [1, 64, 65, 130])
+    def test_lengths(tokens, linear):
+        check(inputs(tokens, (32, 32), torch.float32), TOLERANCE["float32"], linear)
+
+    @pytest.mark.parametrize("dims", [(64, 64), (128, 32), (32, 100), (50, 48), (256, 16)])
+    def test_head_dims(dims):
+        check(inputs(70, dims, torch.float64, heads=1), TOLERANCE["float64"])
+
+    @pytest.mark.parametrize("groups", [(1, 2, 2), (2, 2, 1), (1, 2, 4)])
+    def test_grouped_heads(groups):
+        check(inputs(66, (32, 32), torch.float64, heads=4, groups=groups), TOLERANCE["float64"])
+
+    @pytest.mark.parametrize("linear", [False, True])
+    def test_packed_sequences(linear):
+        bounds = [0, 1, 66, 66, 100, 130]
+        x = inputs(130, (32, 32), torch.float64, sequences=5)
+        check(x, TOLERANCE["float64"], linear, torch.tensor(bounds, dtype=torch.int32))
+
+    @pytest.mark.parametrize("decay", [0.0, 20.0])
+    def test_gates(decay):
+        check(inputs(100, (32, 32), torch.float32, decay=decay), TOLERANCE["float32"])
+        check(inputs(100, (32, 32), torch.float64, decay=decay), TOLERANCE["float64"])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_sixteen_bits(dtype):
+        name = str(dtype).removeprefix("torch.")
+        check(inputs(100, (64, 64), dtype), TOLERANCE[name + " interpreted" * (dtype == torch.bfloat16)])
+
+    def test_without_optional_arguments():
+        x = inputs(70, (32, 32), torch.float64)
+        for name in ("log_decay", "initial_state", "add_to"):
+            del x[name]
+        check(x, TOLERANCE["float64"])
+
+    def test_correlated_keys():
+        x = inputs(128, (32, 32), torch.float64)
+        x["k"] = torch.nn.functional.normalize(x["k"] + 3 * x["k"][:, :1], dim=-1)
+        x["beta"] = torch.full_like(x["beta"], 1.9)
+        x["log_decay"] *= 0
+        check(x, (1e-10, 1e-10, 1e-10))
+
+    def test_strided_inputs():
+        """Rows as attention hands them over: [B,H,T,D] seen as [B,T,H,D]."""
+        x = inputs(70, (32, 32), torch.float64, batch=2)
+        for name in ("q", "k", "v"):
+            x[name] = x[name].transpose(1, 2).contiguous().transpose(1, 2)
+        check(x, TOLERANCE["float64"])
+
+    @pytest.mark.parametrize("width", [1, 3])
+    @pytest.mark.parametrize("linear", [False, True])
+    def test_decode_in_place(width, linear):
+        x = inputs(9, (32, 48), torch.float64, heads=4, groups=(1, 2, 2), batch=2)
+        want, last = call(x, linear, force_reference=True)
+        state = x["initial_state"].mT.contiguous().mT
+        address, outs = state.data_ptr(), []
+        for a in range(0, 9, width):
+            rows = {name: t[:, a : a + width] for name, t in x.items() if name != "initial_state"}
+            shared = {"state": state, "scale": 0.3, "add_to": rows["add_to"]}
+            q, k, v, decay = (rows[name] for name in NAMES[:4])
+            if linear:
+                o, same = linear_attn_step(q, k, v, decay, rows["gain"], **shared)
+            else:
+                o, same = gated_delta_step(q, k, v, decay, rows["beta"], gain=rows["gain"], **shared)
+            assert same.data_ptr() == address
+            outs.append(o)
+        assert_close("o", torch.cat(outs, 1), want, TOLERANCE["float64"][0])
+        assert_close("state", state, last, TOLERANCE["float64"][0])
+
+    @pytest.mark.parametrize("linear", [False, True])
+    def test_gradcheck(linear):
+        x = inputs(70, (16, 16), torch.float64, heads=1)
+        names = [name for name in x if not (linear and name == "beta")]
+        leaves = [x[name].requires_grad_() for name in names]
+
+        def run(*tensors):
+            return call(dict(zip(names, tensors, strict=True)), linear)
+
+        assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+    def test_operators_are_registered_soundly():
+        from linearize_kernels.ops import delta_fwd, delta_step
+
+        x = inputs(5, (32, 32), torch.float32)
+        leaves = [x[name].requires_grad_() for name in NAMES[:7]]
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+        cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+        torch.library.opcheck(delta_fwd, (*leaves, None, x["add_to"], 0.3, True), test_utils=tests)
+        packed = [*leaves[:6], None, cu, None, 0.3, False]
+        torch.library.opcheck(delta_fwd, tuple(packed), test_utils=tests[:3])
+        flat = [t.detach() for t in leaves]
+        step = (*flat[:6], 0.3, flat[6], None)
+        torch.library.opcheck(delta_step, step, test_utils=("test_schema", "test_faketensor"))
+
+    def test_second_derivatives_raise():
+        x = inputs(5, (32, 32), torch.float32)
+        q = x["q"].requires_grad_()
+        (slope,) = torch.autograd.grad(call(x, False)[0].square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError):
+            slope.sum().backward()
+
+    def test_the_self_check_passes_here_and_notices_errors():
+        from linearize_kernels import selfcheck
+
+        errors = selfcheck.measure(32, 32, torch.float32, True, torch.device("cpu"), None)
+        assert selfcheck.passes(errors, torch.float32)
+        assert not selfcheck.passes({**errors, "dbeta": 1e-3}, torch.float32)
+        assert not selfcheck.passes({**errors, "dk": float("inf")}, torch.float32)
