@@ -144,7 +144,13 @@ class Console:
         from rich.text import Text
 
         on_terminal = sys.stdout.isatty()
-        table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
+        table = Table(
+            title=Text(title, no_wrap=True, overflow="ignore"),
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+            header_style="bold",
+        )
         for position, name in enumerate(columns):
             cells = [row[position] for row in rows]
             numeric = any(_is_number(c) for c in cells) and all(_is_number(c) or c is None for c in cells)
