@@ -513,11 +513,15 @@ class RunState:
             old = json.loads(path.read_bytes())
         except ValueError as error:
             raise UserError(f"{path} is damaged", fix="start afresh with --overwrite") from error
-        if difference := recipe_difference(old, recipe):
+        difference = recipe_difference(old, recipe)
+        if difference and any(self.folder.glob("*.safetensors")):
             raise UserError(
                 f"{self.out} was begun with another recipe: {difference}",
                 fix="give the same recipe, another OUT, or --overwrite",
             )
+        if difference:  # nothing was saved: the first try failed early, and its message may have asked for this
+            self._remove_state()
+            atomic_write_text(path, json.dumps(recipe, indent=2))
 
     def save(self, name: str, tensors: dict[str, Tensor], info: dict | None = None) -> None:
         """Keep tensors and JSON values under a name ([a-z0-9-]), durably: a kill after this returns loses nothing."""
