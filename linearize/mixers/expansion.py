@@ -93,10 +93,12 @@ def strengths(
         previous = previous.masked_fill((layout.start == index)[..., None], float("-inf"))
     live = (log_write > float("-inf")) & (previous > float("-inf"))
     zero = torch.zeros((), dtype=log_z.dtype, device=log_z.device)
-    now = torch.where(live, log_z, zero)
-    before = torch.where(live, previous, zero)
-    log_strength = torch.where(live, log_write, zero) - now
-    log_keep = torch.where(live, log_forget + before - now, zero)
+    write, forget, before = (torch.where(live, x, zero) for x in (log_write, log_forget, previous))
+    # b / (1 - b) = w / (lambda Z_{t-1}), in logs. A difference of two log Z would lose the digits of a small log(1 - b)
+    # and could come out above 0.
+    odds = write - forget - before
+    log_strength = torch.where(live, F.logsigmoid(odds), zero)
+    log_keep = torch.where(live, F.logsigmoid(-odds), zero)
     return Strengths(log_strength, log_keep, live)
 
 
