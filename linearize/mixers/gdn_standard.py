@@ -63,8 +63,8 @@ class StandardGDN(Mixer):
             real = segments.mask.to(beta.dtype)[..., None]
             log_decay, beta = log_decay * real, beta * real
         o, memory = gated_delta(
-            layout.pack(F.normalize(q.float(), dim=-1).to(q.dtype)),
-            layout.pack(F.normalize(k.float(), dim=-1).to(k.dtype)),
+            layout.pack(F.normalize(q.to(self.log_rate.dtype), dim=-1).to(q.dtype)),
+            layout.pack(F.normalize(k.to(self.log_rate.dtype), dim=-1).to(k.dtype)),
             layout.pack(v),
             layout.pack(log_decay),
             layout.pack(beta),
