@@ -87,7 +87,8 @@ class GDN(Mixer):
     def state_bytes(cls, shape: HeadShape, *, taps: int = 4, time_scales: int = 3) -> int:
         heads, kv, key, value = shape.q_heads, shape.kv_heads, shape.key_dim, shape.value_dim
         means = key + value + 1 + time_scales * (value + 1)
-        return 4 * (heads * (key * value + means) + kv * value * taps + 1)
+        counter = 8  # `seen` is an int64
+        return 4 * (heads * (key * value + means) + kv * value * taps) + counter
 
     def gate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Data-dependent residuals of §5: (log e, log r, write residual, forgetting logit), each [B, T, H]."""
