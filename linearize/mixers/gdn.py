@@ -20,6 +20,9 @@ from linearize.mixers.expansion import (
     tilt,
 )
 
+LIMIT = 30.0  # of log e_t and log r_t: far beyond any useful value, and far below where fp32 overflows to inf * 0
+FLOOR = -80.0  # of log alpha_t: leaves 2e-35 of the state, and keeps sums over a chunk small enough to be exact
+
 
 def delta_arguments(at: Strengths, log_exponent, log_erase, rho2: Tensor, balance: Tensor):
     """Arguments of the gated delta rule on centred keys (derivation.md §4, §5, stable form).
@@ -32,7 +35,7 @@ def delta_arguments(at: Strengths, log_exponent, log_erase, rho2: Tensor, balanc
     zero = torch.zeros((), dtype=rho2.dtype, device=rho2.device)
     a = torch.where(at.live, (at.log_strength + at.log_keep + log_erase).exp(), zero)
     shrink = a / (1 + a * balance.square() * rho2)
-    log_decay = log_exponent.exp() * at.log_keep
+    log_decay = (log_exponent.exp() * at.log_keep).clamp(min=FLOOR)
     return log_decay, shrink * balance.square(), shrink * balance
 
 
@@ -93,7 +96,8 @@ class GDN(Mixer):
     def gate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Data-dependent residuals of §5: (log e, log r, write residual, forgetting logit), each [B, T, H]."""
         out = F.linear(x.to(self.gates.weight.dtype), self.gates.weight, self.gates.bias)
-        return out.chunk(4, -1)
+        log_exponent, log_erase, write, forget = out.chunk(4, -1)
+        return log_exponent.clamp(max=LIMIT), log_erase.clamp(max=LIMIT), write, forget
 
     def forward(
         self,
