@@ -179,6 +179,7 @@ def convert_layers(
     runner = teacher.runner(device, torch.float32)
     batch = BATCH_TOKENS[device.type]
     shape = HeadShape.from_config(teacher.config)
+    written = teacher.dtype if recipe.run.dtype == "auto" else getattr(torch, recipe.run.dtype)
 
     def stream(rows: Rows | None, student: bool) -> Stream | None:
         if rows is None:
@@ -202,6 +203,8 @@ def convert_layers(
                     record = _convert_layer(
                         runner, i, layer, mixed, calibration, alignment, recipe, batch, label, console
                     )
+                    # Rounded as it will be written: what is measured is what will be loaded.
+                    mixed.attn.to(written).float()
                     run.save_layer(i, mixed.state_dict(), record)
                 else:
                     mixed.load_state_dict(saved[0], strict=True)
