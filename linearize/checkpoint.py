@@ -520,7 +520,6 @@ class RunState:
                 fix="give the same recipe, another OUT, or --overwrite",
             )
         if difference:  # nothing was saved: the first try failed early, and its message may have asked for this
-            self._remove_state()
             atomic_write_text(path, json.dumps(recipe, indent=2))
 
     def save(self, name: str, tensors: dict[str, Tensor], info: dict | None = None) -> None:
