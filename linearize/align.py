@@ -65,7 +65,7 @@ def align_layer(
         loss = relative_error(output, batch.target)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(parameters.values(), CLIP)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         if not (math.isfinite(losses[-1]) and torch.isfinite(norm)):
             fix = "lower align.lr" if step else "the calibrated start is not usable: raise calibrate.tokens"
             raise UserError(f"alignment of {name} diverged at step {step + 1}", value=f"loss {losses[-1]:g}", fix=fix)

@@ -75,7 +75,8 @@ def _measure(
     plan: Plan, teacher: Teacher, specs: dict[int, dict], recipe: Recipe, run: RunState, console: Console
 ) -> dict:
     """Convert every layer and compare teacher and student; a finished measurement is taken as it is."""
-    if (saved := run.load("record")) is not None:
+    saved = run.load("record")
+    if saved is not None and all(run.load_layer(i) is not None for i in specs):
         return saved[1]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if recipe.run.device != "auto":
