@@ -137,10 +137,10 @@ def prepare_text(teacher: Teacher, recipe: Recipe, device: torch.device, run: Ru
             train, heldout = bundled_documents("train"), bundled_documents("heldout")
         else:
             train, heldout = split_documents(read_documents(source))
-        calibration = pack_rows(train, tokenizer, calibrate.context, calibrate.tokens, seed=seed)
+        calibration = _rows(train, tokenizer, calibrate.context, calibrate.tokens, seed)
         alignment = None
         if align.tokens:
-            alignment = pack_rows(train, tokenizer, align.context, align.tokens, seed=seed + 1)
+            alignment = _rows(train, tokenizer, align.context, align.tokens, seed + 1)
         for rows in (calibration, alignment):
             if rows is not None and rows.shortfall:
                 console.line(
@@ -149,11 +149,25 @@ def prepare_text(teacher: Teacher, recipe: Recipe, device: torch.device, run: Ru
     measured = None
     if recipe.data.heldout_tokens:
         try:
-            measured = pack_rows(heldout, tokenizer, calibrate.context, recipe.data.heldout_tokens, seed=seed)
+            measured = _rows(heldout, tokenizer, calibrate.context, recipe.data.heldout_tokens, seed)
         except UserError as error:
             fix = "give more text, lower --calibrate-context, or --heldout-tokens 0 to compare on none"
             raise UserError(f"held-out text: {error.what}", value=error.value, fix=fix) from error
     return Text(calibration, alignment, measured)
+
+
+def _rows(documents: list[str], tokenizer, context: int, tokens: int, seed: int) -> Rows:
+    """Whole windows of single documents where the text has enough of them, else packed rows.
+
+    A packed row is full of short contexts, and a start fitted to those is a bad one for long ones.
+    """
+    try:
+        rows = pack_rows(documents, tokenizer, context, tokens, seed=seed, long_only=True)
+        if not rows.shortfall:
+            return rows
+    except UserError:
+        pass  # no document fills a window: pack_rows decides below whether all of them together do
+    return pack_rows(documents, tokenizer, context, tokens, seed=seed)
 
 
 def _at_most(rows: Rows, tokens: int) -> Rows:

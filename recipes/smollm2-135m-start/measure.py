@@ -54,7 +54,7 @@ def main() -> None:
 
     teacher = open_teacher(args.model)
     _, heldout = split_documents(read_documents(args.data))
-    texts = {"web": pack_rows(heldout, teacher.tokenizer, 512, args.heldout_tokens, seed=0)}
+    texts = {"web": pack_rows(heldout, teacher.tokenizer, 512, args.heldout_tokens, long_only=True)}
     if args.wikitext:
         lines = Path(args.wikitext).read_text(encoding="utf-8").splitlines()
         pages = [json.loads(line)["page"] for line in lines]
@@ -93,7 +93,7 @@ def main() -> None:
             }
             with tempfile.TemporaryDirectory() as out:
                 began = time.monotonic()
-                record = convert(args.model, Path(out) / "out", Recipe.resolve(flags=values), Console(json=True))
+                record = convert(args.model, Path(out) / "out", Recipe.resolve(flags=values), Console(quiet=True))
                 seconds = time.monotonic() - began
                 student = AutoModelForCausalLM.from_pretrained(Path(out) / "out").to(args.device).eval()
                 ladders = [layer["ladder"] | {"layer": layer["layer"]} for layer in record["layers"] if arm == "gdn"]
