@@ -523,6 +523,26 @@ def test_strengths_keep_their_digits_in_single_precision():
     torch.testing.assert_close(at.log_strength[0, 1:, 0].double(), -t.log(), atol=0, rtol=1e-5)
 
 
+def test_strengths_of_packed_documents_start_afresh():
+    log_write = torch.zeros(1, 6, 1)
+    reset = torch.tensor([[False, False, True, True, False, False]])
+    log_z = log_norm(log_write, log_write, cu_seqlens=torch.tensor([0, 2, 3, 6]))
+    at = strengths(log_write, log_write, log_z, Layout.of(log_write, Segments(reset=reset)), None)
+    assert at.live[0, :, 0].tolist() == [False, True, False, False, True, True]
+    torch.testing.assert_close(at.log_strength[0, :, 0].exp(), torch.tensor([1, 1 / 2, 1, 1, 1 / 2, 1 / 3]))
+
+
+def test_a_token_that_forgets_everything_does_not_blur_the_decay_of_the_others():
+    """Sums of log decay over a chunk stay exact beside a decay of exp(-1e9)."""
+    mixer, batch = random_mixer("gdn"), text(1, 70)
+    with torch.no_grad():
+        mixer.gates.weight[: SHAPE.q_heads] = 0
+        mixer.gates.weight[: SHAPE.q_heads, 0] = 25
+    batch.x[..., 0] = 0
+    batch.x[:, [5, 20, 66], 0] = 1
+    torch.testing.assert_close(call(mixer, batch)[0][0], slow_gdn(mixer, batch), **EXACT)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision_inputs(kind):
     """bf16 q, k, v with fp32 gates, statistics and states: no further off than rounding the inputs explains."""
