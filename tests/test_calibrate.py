@@ -43,7 +43,7 @@ def sample(seed: int, rows: int = 2, length: int = LENGTH) -> Sample:
     k = 1.5 * normal(rows, length, 2, 8, seed=seed + 3) + normal(2, 8, seed=1002)
     weights = causal(SCALE * torch.einsum("bthk,bshk->bhts", q, expand(k)))
     made = Sample(x, q, k, v, torch.einsum("bhts,bshv->bthv", weights, expand(v)), x, Segments())
-    made.output = F.linear(made.heads.flatten(2), fresh().attn.o_proj.weight)
+    made.output = F.linear(made.heads.flatten(2), fresh().attn.o_proj.weight.detach())
     return made
 
 
