@@ -4,8 +4,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Where pip takes torch from; empty: wherever it looks by itself, on Linux mostly a CUDA build. A CPU build from PyTorch:
-#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The package index that pip takes torch from; empty: wherever it looks by itself, which on Linux is mostly a CUDA
+# build. PyTorch's own index of CPU builds makes the install smaller: make install TORCH_INDEX=URL
 TORCH_INDEX ?=
 # Test processes, each with one thread.
 WORKERS ?= 2

@@ -78,11 +78,6 @@ class Convert:
         flag="mixer",
     )
     keep_softmax: str = key("25%", f"Layers that stay softmax: {KEEP_FORMS}.", flag="keep-softmax")
-    start: Literal["derivation"] = key(
-        "derivation",
-        "Where a mixer's first values come from: derivation fits them to the teacher's attention.",
-        flag="start",
-    )
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ def _snapshot(model: str, revision: str | None, patterns: list[str], looked: str
     from huggingface_hub import errors
 
     at = f" at revision {revision}" if revision else ""
-    page = f"https://huggingface.co/{model}"
+    page = f"{huggingface_hub.constants.ENDPOINT}/{model}"
     try:
         return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:

@@ -20,10 +20,10 @@ from linearize.recipe import OPTIONS, Recipe, recipe_names
 RECIPE_FLAGS = """
     --recipe -r --set -s --help -h
     --revision --trust-remote-code --no-trust-remote-code
-    --mixer --keep-softmax --start
-    --calibrate-tokens --calibrate-context --calibrate-taps --calibrate-time-scales
+    --mixer --keep-softmax
+    --calibrate-tokens --calibrate-select-tokens --calibrate-context --calibrate-taps --calibrate-time-scales
     --align-tokens --align-context --align-batch-tokens --align-lr --align-lr-min --align-warmup
-    --data --heldout-tokens
+    --data --heldout-tokens --sample
     --device --dtype --seed --max-shard-size --overwrite --json --quiet -q --verbose -v
 """
 FLAGS = {
