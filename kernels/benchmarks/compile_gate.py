@@ -42,14 +42,14 @@ def describe(
         elif name in ones:
             signature[name], constexprs[(i,)] = "constexpr", 1
         elif pointer:
-            tables = ("table", "offsets", "cu_seqlens")
+            tables = ("table", "offsets", "cu_seqlens", "firsts", "seen")
             signature[name] = "*i32" if name in tables else "*fp32" if name in fp32 else POINTER[dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif name == "scale":
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-            if name.startswith(("q_", "k_", "v_", "o_", "a_", "i_")) and not name.endswith("_group"):
+            if name.startswith(("q_", "k_", "v_", "o_", "a_", "i_", "x_")) and not name.endswith("_group"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     return signature, constexprs, attributes
 
@@ -58,7 +58,7 @@ def entries(quick: bool) -> Iterator[tuple]:
     """(name, kernel, dtype, constants, fp32 pointers, absent, ones, warps, stages) of every launch to check."""
     import triton
     import triton.language as tl
-    from linearize_kernels import grads, prep, scan
+    from linearize_kernels import centring, grads, lognorm, prep, scan, stats
 
     packed = ("table", "offsets", "cu_seqlens")
     shapes = (
@@ -67,6 +67,13 @@ def entries(quick: bool) -> Iterator[tuple]:
         else [(32, 32), (64, 64), (128, 128), (256, 256), (96, 96), (64, 128), (128, 64)]
     )
     dtypes = ["bf16"] if quick else ["bf16", "fp16", "fp32"]
+    wide = {"C": 64, "VARLEN": False, "ACC": tl.float32, "INITIAL": True}
+    for kernel in ("own", "carry", "norm", "arriving", "reverse_carry", "norm_grads"):
+        fn = getattr(lognorm, f"{kernel}_kernel")
+        constants = {name: value for name, value in wide.items() if name in fn.arg_names}
+        pointers = tuple(fn.arg_names[: fn.arg_names.index("T")])
+        warps = 1 if "carry" in kernel else 4
+        yield f"log norm {kernel}", fn, "fp32", constants, pointers, packed, ("w_head", "f_head"), warps, 1
     for dtype in dtypes:
         for K, V in shapes:
             BK = max(32, triton.next_power_of_2(K))
@@ -107,6 +114,33 @@ def entries(quick: bool) -> Iterator[tuple]:
                 constants = {**shared, "K": K, "V": V, "BK": BK, "KT": KT, "BV": BV}
                 floats = ("scalars", "d_scalars")
                 yield f"grads {label}", grads.grads_kernel, dtype, constants, floats, packed, (), warps, stages
+        for D in sorted({dim for shape in shapes for dim in shape}):
+            wide = {"D": D, "BD": stats.dim_tile(D, 128), "C": 64, "VARLEN": False, "ACC": tl.float32}
+            logs = ("log_write", "log_forget", "log_z", "entering", "rho2", "d_rho2", "d_logs", "leaving", "local")
+            borders = (*logs, "sums", "totals", "initial", "final", "d_final", "d_initial")
+            ones = ("w_head", "f_head", "z_head")
+            yield f"sums {dtype} D={D}", stats.sums_kernel, dtype, wide, (*borders,), packed, ones, 4, 1
+            means = {**wide, "INITIAL": True}
+            yield f"means {dtype} D={D}", stats.means_kernel, dtype, means, (*borders,), packed, (), 1, 1
+            reverse = {**wide, "D_FINAL": True, "D_INITIAL": True}
+            yield f"reverse means {dtype} D={D}", stats.reverse_means_kernel, dtype, reverse, borders, packed, (), 1, 1
+            forward, backward = centring.CENTRE[triton.next_power_of_2(D)]
+            tile = {**wide, "BD": stats.dim_tile(D)}
+            product = {**tile, "PRECISION": "tf32x3" if dtype == "fp32" else "ieee"}
+            for name, mode in (
+                ("keys", (True, False, True)),
+                ("values", (True, True, False)),
+                ("mean", (False, True, False)),
+            ):
+                flags = dict(zip(("CENTRED", "MEAN", "RHO"), mode, strict=True))
+                label = f"{name} {dtype} D={D}"
+                yield f"centre {label}", centring.centre_kernel, dtype, product | flags, logs, packed, ones, forward, 1
+                yield f"local {label}", centring.local_kernel, dtype, tile | flags, logs, packed, ones, backward, 1
+                grads_flags = product | flags
+                yield (
+                    f"centre grads {label}", centring.centre_grads_kernel, dtype, grads_flags, logs, packed, ones,
+                    backward, 1,
+                )  # fmt: skip
 
 
 def check(fn, dtype, constants, fp32, absent, ones, warps, stages) -> dict:
@@ -116,7 +150,7 @@ def check(fn, dtype, constants, fp32, absent, ones, warps, stages) -> dict:
     from triton.compiler import ASTSource
 
     # float32 runs on two warps: its split products may spill, but never take a left operand from registers.
-    warps = min(warps, 2) if dtype == "fp32" else warps
+    warps = min(warps, 2) if constants.get("PRECISION") == "tf32x3" else warps
     signature, constexprs, attributes = describe(fn, dtype, constants, fp32, absent, ones)
     source = ASTSource(fn, signature, constexprs, attributes)
     compiled = triton.compile(

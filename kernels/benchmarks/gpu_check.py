@@ -88,6 +88,8 @@ def correctness(case: dict) -> dict:
     """Errors of one case, and the names of those beyond their limit."""
     from tolerances import TOLERANCE, error
 
+    if case.get("statistics"):
+        return statistics_case(case)
     dtype = DTYPES[case["dtype"]]
     cu = None if case.get("bounds") is None else torch.tensor(case["bounds"], device=DEVICE, dtype=torch.int32)
     tensors = inputs(
@@ -112,9 +114,61 @@ def correctness(case: dict) -> dict:
     return {**case, "errors": {name: float(f"{e:.2e}") for name, e in errors.items()}, "failed": failed}
 
 
-def cases() -> list[dict]:
-    """The correctness grid."""
+STATISTICS = ("lZ", "kd", "vd", "vbar", "rho2", "kbar final", "vbar final", "dk", "dv", "dlog_write", "dlog_forget")
+
+
+def statistics_case(case: dict) -> dict:
+    """Errors of log_norm and centre, as `correctness`."""
+    from linearize_kernels import centre, log_norm
+    from tolerances import TOLERANCE, error
+
+    dtype, dims, tokens, heads = DTYPES[case["dtype"]], case["dims"], case["tokens"], case["heads"]
+    cu = None if case.get("bounds") is None else torch.tensor(case["bounds"], device=DEVICE, dtype=torch.int32)
+    make = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=make, device=DEVICE)
+
+    k, v = ((case.get("shift", 3.0) + normal(2 if cu is None else 1, tokens, heads // 2, d)).to(dtype) for d in dims)
+    write = 2 * normal(k.shape[0], tokens, heads)
+    write[torch.rand(write.shape, generator=make, device=DEVICE) < 0.2] = -torch.inf
+    forget = -torch.nn.functional.softplus(2 * normal(k.shape[0], tokens, heads) - 3)
+    sides = []
+    for exact in (False, True):
+        leaves = [(x.double() if exact else x).detach().requires_grad_() for x in (k, v, write, forget)]
+        lZ = log_norm(*leaves[2:], cu_seqlens=cu)
+        kd, vd, vbar, rho2, last = centre(*leaves, lZ, cu_seqlens=cu)
+        outputs = [torch.where(lZ > -torch.inf, lZ, 0.0), kd, vd, vbar, rho2, *last]
+        make = torch.Generator(DEVICE).manual_seed(1)
+        weights = [normal(*x.shape).to(dtype) for x in outputs]
+        total = sum((x.double() * w.double()).sum() for x, w in zip(outputs, weights, strict=True))
+        sides.append([*outputs, *torch.autograd.grad(total, leaves)])
+    errors = {name: error(a, b) for name, a, b in zip(STATISTICS, *sides, strict=True)}
+    outputs, rows, scalars = TOLERANCE[LIMIT_NAMES[case["dtype"]]]
+    limits = {"dk": rows, "dv": rows, "dlog_write": scalars, "dlog_forget": scalars}
+    failed = [name for name, e in errors.items() if not e <= limits.get(name, outputs)]
+    return {**case, "errors": {name: float(f"{e:.2e}") for name, e in errors.items()}, "failed": failed}
+
+
+def cases(quick: bool = False) -> list[dict]:
+    """The correctness grid; `quick`: one case for each kernel variant that training uses."""
     grid = []
+    for dtype in ("bf16",) if quick else DTYPES:
+        for dims in ((64, 64), (128, 128)) if quick else ((64, 64), (128, 128), (32, 256), (96, 50)):
+            for shift in (3.0, 20.0):
+                grid.append(
+                    {"statistics": True, "dtype": dtype, "dims": dims, "tokens": 500, "heads": 4, "shift": shift}
+                )
+            bounds = [0, 1, 100, 100, 300, 1200]
+            grid.append(
+                {"statistics": True, "dtype": dtype, "dims": dims, "tokens": 1200, "heads": 2, "bounds": bounds}
+            )
+    if quick:
+        for dims in ((64, 64), (128, 128)):
+            grid.append({"dtype": "bf16", "dims": dims, "tokens": 500, "heads": 4, "groups": (1, 2, 2), "batch": 2})
+            grid.append({"dtype": "bf16", "dims": dims, "tokens": 500, "heads": 2, "erase": False})
+            grid.append({"dtype": "fp32", "dims": dims, "tokens": 300, "heads": 2, "gates": "strong"})
+        return grid
     for dtype in DTYPES:
         for dims in ((64, 64), (128, 128)):
             for tokens in (1, 15, 63, 64, 65, 127, 500, 1024):
@@ -151,7 +205,7 @@ def check_decode() -> dict:
     return worst
 
 
-def determinism(runs: int = 100) -> bool:
+def determinism(runs: int) -> bool:
     """Whether `runs` forward and backward passes are bitwise equal."""
     tensors = inputs(2, 1000, 4, (1, 2, 2), (128, 128), torch.bfloat16)
     weights = [torch.randn(2, 1000, 4, 128, device=DEVICE), torch.randn(2, 4, 128, 128, device=DEVICE)]
@@ -302,8 +356,32 @@ def stage_times(batch, tokens, heads, dim) -> dict:
     return {name: x[0] for name, x in time_calls({n: graphed(c)[0] for n, c in calls.items()}, 10).items()}
 
 
+def prelude_times(batch, tokens, heads, dim) -> dict:
+    """Milliseconds of the statistics of a centred mixer, forwards and backwards, keys and values with G = 1."""
+    from linearize_kernels import centre, log_norm
+
+    k, v = (torch.randn(batch, tokens, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    write = torch.randn(batch, tokens, heads, device="cuda")
+    leaves = [x.requires_grad_() for x in (k, v, write, -torch.rand_like(write))]
+    slopes = [torch.randn_like(v) for _ in range(3)] + [torch.randn_like(write)]
+
+    def forward():
+        return centre(*leaves, log_norm(*leaves[2:]))[:4]
+
+    def alone():
+        with torch.no_grad():
+            return log_norm(*leaves[2:])
+
+    def plain():
+        with torch.no_grad():
+            return forward()
+
+    calls = {"log norm": alone, "forward": plain, "both": lambda: torch.autograd.grad(forward(), leaves, slopes)}
+    return {name: x[0] for name, x in time_calls({n: graphed(c)[0] for n, c in calls.items()}, 10).items()}
+
+
 SWEEP = {
-    "PREP": [(4, 1), (8, 1), (2, 1)],
+    "PREP": [(4, 1), (2, 1)],
     "SCAN": [
         (64, 8, 2),
         (64, 8, 1),
@@ -380,6 +458,7 @@ def main() -> int:
         "--skip", action="append", default=[], choices=["correctness", "determinism", "timing", "fla", "decode"]
     )
     parser.add_argument("--sweep", action="store_true", help="time other launch tables as well")
+    parser.add_argument("--quick", action="store_true", help="a small correctness grid, two shapes timed")
     parser.add_argument("--workers", type=int, default=12)
     arguments = parser.parse_args()
     import triton
@@ -401,7 +480,7 @@ def main() -> int:
         results = []
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-            futures = {pool.submit(correctness, case): case for case in cases()}
+            futures = {pool.submit(correctness, case): case for case in cases(arguments.quick)}
             for future in as_completed(futures):
                 try:
                     results.append(future.result())
@@ -416,12 +495,15 @@ def main() -> int:
         note("decode errors", check_decode())
         print("decode, worst error:", max(report["decode errors"].values()), flush=True)
     if "determinism" not in arguments.skip:
-        note("deterministic over 100 runs", determinism())
+        note("deterministic over 100 runs", determinism(100))
         print("deterministic:", report["deterministic over 100 runs"], flush=True)
     if "timing" not in arguments.skip:
         note("kernels 8x4096x16x128 ms", stage_times(8, 4096, 16, 128))
         note("kernels 8x4096x16x64 ms", stage_times(8, 4096, 16, 64))
-        print(json.dumps([report["kernels 8x4096x16x128 ms"], report["kernels 8x4096x16x64 ms"]]), flush=True)
+        note("statistics 8x4096x16x128 ms", prelude_times(8, 4096, 16, 128))
+        note("statistics 8x4096x16x64 ms", prelude_times(8, 4096, 16, 64))
+        for name in ("kernels", "statistics"):
+            print(name, json.dumps([report[f"{name} 8x4096x16x{dim} ms"] for dim in (128, 64)]), flush=True)
     if arguments.sweep:
         jobs = [(name, dim, entry) for dim in (128, 64) for name, entries in SWEEP.items() for entry in entries]
         with ProcessPoolExecutor(arguments.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -447,7 +529,7 @@ def main() -> int:
             (8, 4096, 16, 64),
             (1, 2048, 16, 128),
         ]
-        note("timing", timing(shapes, baseline))
+        note("timing", timing(shapes[1:5:3] if arguments.quick else shapes, baseline))
     print(f"done in {time.time() - started:.0f} s", flush=True)
     return 1 if failures else 0
 

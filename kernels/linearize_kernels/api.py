@@ -194,11 +194,15 @@ def log_norm(
         initial_log_z: [B,H] or [S,H], log Z before the first token; None means Z = 0.
 
     Returns:
-        lZ = log Z [B,T,H] in log_write's dtype, computed in float64; -inf until something is written.
+        lZ = log Z [B,T,H] in log_write's dtype; -inf until something is written.
     """
     sequences = _check_statistics(log_write, log_forget, None, cu_seqlens)
     _check_state("initial_log_z", initial_log_z, (sequences, log_write.shape[2]))
-    return reference.chunk_log_norm(log_write, log_forget, initial_log_z, cu_seqlens)
+    if not (log_write.shape[1] and uses_kernels(log_write)):
+        return reference.chunk_log_norm(log_write, log_forget, initial_log_z, cu_seqlens)
+    from .ops import log_norm_fwd
+
+    return log_norm_fwd(log_write, log_forget, initial_log_z, cu_seqlens)[0]
 
 
 def centre(
@@ -234,7 +238,14 @@ def centre(
     if initial_mean is not None:
         _check_state("initial_mean[0]", initial_mean[0], (sequences, heads, k.shape[-1]))
         _check_state("initial_mean[1]", initial_mean[1], (sequences, heads, v.shape[-1]))
-    return reference.chunk_centre(k, v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
+    if not (tokens and uses_kernels(k)):
+        return reference.chunk_centre(k, v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
+    from .ops import mean_fwd
+
+    key_mean, value_mean = initial_mean if initial_mean is not None else (None, None)
+    kd, _, rho2, kbar, *_ = mean_fwd(k, log_write, log_forget, lZ, key_mean, cu_seqlens, True, False)
+    vd, vbar, _, last, *_ = mean_fwd(v, log_write, log_forget, lZ, value_mean, cu_seqlens, True, True)
+    return kd, vd, vbar, rho2, (kbar, last)
 
 
 def running_mean(
@@ -254,7 +265,12 @@ def running_mean(
     batch, tokens, heads = log_write.shape
     _check_rows("v", v, batch, tokens, heads)
     _check_state("initial_mean", initial_mean, (sequences, heads, v.shape[-1]))
-    return reference.chunk_running_mean(v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
+    if not (tokens and uses_kernels(v)):
+        return reference.chunk_running_mean(v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
+    from .ops import mean_fwd
+
+    _, vbar, _, last, *_ = mean_fwd(v, log_write, log_forget, lZ, initial_mean, cu_seqlens, False, True)
+    return vbar, last
 
 
 def _check_step(tokens: int, **tensors: Tensor | None) -> None:

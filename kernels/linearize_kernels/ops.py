@@ -1,7 +1,8 @@
 """The kernels as `torch.library` operators: shapes for tracing, gradients, in-place decode.
 
 Importing this module needs Triton; `api.py` does so when a GPU tensor arrives. Saved for the backward pass of the
-delta rule: the inputs, the per-chunk scalars, N and A. A gradient of a gradient raises.
+delta rule: the inputs, the per-chunk scalars, N and A; of the means: the inputs, the means at chunk borders, and the
+centred keys, which their consumer keeps anyway. A gradient of a gradient raises.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import decode, delta
+from . import centring, decode, delta, lognorm
 from .common import CHUNK, Chunks
-from .selfcheck import warps_for
+from .grads import sum_group
+from .selfcheck import mean_warps_for, warps_for
 
 
 @torch.library.custom_op("linearize_kernels::delta_fwd", mutates_args=())
@@ -108,3 +110,142 @@ def delta_step(
 @delta_step.register_fake
 def _(q, k, v, log_decay, beta, gain, scale, state, add_to):
     return q.new_empty(*gain.shape, v.shape[-1])
+
+
+@torch.library.custom_op("linearize_kernels::mean_fwd", mutates_args=())
+def mean_fwd(
+    x: Tensor, log_write: Tensor, log_forget: Tensor, log_z: Tensor, initial: Tensor | None,
+    cu_seqlens: Tensor | None, centred: bool, mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    warps = mean_warps_for(x.shape[-1], x.dtype, x.device)
+    return centring.forward(x, log_write, log_forget, log_z, initial, cu_seqlens, centred, mean, warps)
+
+
+@mean_fwd.register_fake
+def _(x, log_write, log_forget, log_z, initial, cu_seqlens, centred, mean):
+    batch, tokens, heads = log_write.shape
+    count = Chunks.bound(batch, tokens, cu_seqlens)
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dim = x.shape[-1]
+    return (
+        x.new_empty((batch, tokens, heads, dim) if centred else 0),
+        x.new_empty((batch, tokens, heads, dim) if mean else 0),
+        x.new_empty((batch, tokens, heads) if centred and not mean else 0, dtype=wide),
+        x.new_empty(sequences, heads, dim, dtype=wide),
+        x.new_empty(count, heads, dim, dtype=wide),
+        x.new_empty(count, heads, dtype=wide),
+        x.new_empty(count, heads, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("linearize_kernels::mean_bwd", mutates_args=())
+def mean_bwd(
+    x: Tensor, log_write: Tensor, log_forget: Tensor, log_z: Tensor, cu_seqlens: Tensor | None, centred: Tensor,
+    entering: Tensor, totals: Tensor, seen: Tensor, d_centred: Tensor | None, d_mean: Tensor | None,
+    d_rho2: Tensor | None, d_final: Tensor | None, d_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    warps = mean_warps_for(x.shape[-1], x.dtype, x.device)
+    dx, d_logs, first = centring.backward(
+        x, log_write, log_forget, log_z, cu_seqlens, centred, entering, totals, seen,
+        d_centred, d_mean, d_rho2, d_final, d_initial, warps,
+    )  # fmt: skip
+    return sum_group(dx, x.shape[2]), d_logs, first
+
+
+@mean_bwd.register_fake
+def _(
+    x, log_write, log_forget, log_z, cu_seqlens, centred, entering, totals, seen, d_centred, d_mean, d_rho2, d_final,
+    d_initial,
+):  # fmt: skip
+    sequences = log_write.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    first = (sequences, log_write.shape[2], x.shape[-1]) if d_initial else 0
+    return x.new_empty(x.shape), entering.new_empty(3, *log_write.shape), entering.new_empty(first)
+
+
+def _save_means(ctx, inputs, output):
+    x, log_write, log_forget, log_z, initial, cu_seqlens, centred, mean = inputs
+    gaps, _, rho2, _, entering, totals, seen = output
+    ctx.mark_non_differentiable(seen)
+    ctx.lengths = centred and not mean
+    kept = gaps if ctx.lengths else rho2
+    ctx.save_for_backward(x, log_write, log_forget, log_z, cu_seqlens, kept, entering, totals, seen)
+    ctx.set_materialize_grads(False)
+    ctx.initial_type = None if initial is None else initial.dtype
+    ctx.centred, ctx.mean = centred, mean
+
+
+def _differentiate_means(ctx, d_centred, d_mean, d_rho2, d_final, *_):
+    x, log_write, log_forget, log_z, cu_seqlens, gaps, entering, totals, seen = ctx.saved_tensors
+    d_rho2 = d_rho2 if ctx.lengths else None
+    d_centred = d_centred if ctx.centred else None
+    if d_rho2 is not None and d_centred is None:
+        d_centred = torch.zeros_like(gaps)
+    d_initial = ctx.initial_type is not None and ctx.needs_input_grad[4]
+    dx, (d_write, d_forget, d_norm), first = mean_bwd(
+        x, log_write, log_forget, log_z, cu_seqlens, gaps, entering, totals, seen,
+        d_centred, d_mean if ctx.mean else None, d_rho2, d_final, d_initial,
+    )  # fmt: skip
+    return (
+        dx,
+        d_write.to(log_write.dtype),
+        d_forget.to(log_forget.dtype),
+        d_norm.to(log_z.dtype),
+        first.to(ctx.initial_type) if d_initial else None,
+        None,
+        None,
+        None,
+    )
+
+
+mean_fwd.register_autograd(_differentiate_means, setup_context=_save_means)
+
+
+@torch.library.custom_op("linearize_kernels::log_norm_fwd", mutates_args=())
+def log_norm_fwd(
+    log_write: Tensor, log_forget: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return lognorm.forward(log_write, log_forget, initial, cu_seqlens)
+
+
+@log_norm_fwd.register_fake
+def _(log_write, log_forget, initial, cu_seqlens):
+    batch, tokens, heads = log_write.shape
+    wide = torch.float64 if log_write.dtype == torch.float64 else torch.float32
+    entering = log_write.new_empty(Chunks.bound(batch, tokens, cu_seqlens), heads, dtype=wide)
+    return log_write.new_empty(batch, tokens, heads), entering
+
+
+@torch.library.custom_op("linearize_kernels::log_norm_bwd", mutates_args=())
+def log_norm_bwd(
+    log_write: Tensor, log_forget: Tensor, log_z: Tensor, entering: Tensor, d_log_z: Tensor,
+    cu_seqlens: Tensor | None, d_initial: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return lognorm.backward(log_write, log_forget, log_z, entering, d_log_z, cu_seqlens, d_initial)
+
+
+@log_norm_bwd.register_fake
+def _(log_write, log_forget, log_z, entering, d_log_z, cu_seqlens, d_initial):
+    sequences = log_write.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    first = entering.new_empty((sequences, log_write.shape[2]) if d_initial else 0)
+    return entering.new_empty(2, *log_write.shape), first
+
+
+def _save_log_norm(ctx, inputs, output):
+    log_write, log_forget, initial, cu_seqlens = inputs
+    ctx.save_for_backward(log_write, log_forget, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)
+    ctx.initial_type = None if initial is None else initial.dtype
+
+
+def _differentiate_log_norm(ctx, d_log_z, _):
+    if d_log_z is None:
+        return None, None, None, None
+    log_write, log_forget, log_z, entering, cu_seqlens = ctx.saved_tensors
+    d_initial = ctx.initial_type is not None and ctx.needs_input_grad[2]
+    (d_write, d_forget), first = log_norm_bwd(log_write, log_forget, log_z, entering, d_log_z, cu_seqlens, d_initial)
+    d_first = first.to(ctx.initial_type) if d_initial else None
+    return d_write.to(log_write.dtype), d_forget.to(log_forget.dtype), d_first, None
+
+
+log_norm_fwd.register_autograd(_differentiate_log_norm, setup_context=_save_log_norm)

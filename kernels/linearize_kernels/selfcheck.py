@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import delta, reference
+from . import centring, delta, grads, reference
 
 SAFE_WARPS = 2
 # (outputs and states, gradients of rows, gradients of per-head scalars): twice what the tests allow.
@@ -108,12 +108,64 @@ def measure(
     return errors
 
 
+def measure_means(dim: int, dtype: torch.dtype, device, warps: int | None) -> dict[str, float]:
+    """As `measure`, for the running means: centred keys and lengths, centred values and means, and all gradients."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    make = torch.Generator().manual_seed(9)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make)
+
+    x = (normal(1, 200, 1, dim) + 3).to(device, dtype)
+    write = 2 * normal(1, 200, 2)
+    write[:, ::7] = -torch.inf
+    write = write.to(device)
+    forget = -torch.nn.functional.softplus(normal(1, 200, 2)).to(device) * torch.tensor([0.02, 3.0], device=device)
+    norm = reference.chunk_log_norm(write, forget)
+    exact = [t.double().requires_grad_() for t in (x, write, forget, norm)]
+    kd, vd, vbar, rho2, (_, final) = reference.chunk_centre(exact[0], *exact)
+    outputs = {"o kd": kd, "o rho2": rho2, "o vd": vd, "o vbar": vbar, "final": final}
+    weights = {name: normal(*t.shape).to(device) for name, t in outputs.items()}
+    halves = []
+    for names in (("o kd", "o rho2"), ("o vd", "o vbar", "final")):
+        total = sum(
+            (outputs[name] * weights[name].to(dtype if "o " in name else torch.float32)).sum() for name in names
+        )
+        halves.append(torch.autograd.grad(total, exact, retain_graph=True))
+    want = [t.detach() for t in outputs.values()] + [slope for half in halves for slope in half]
+    runs = []
+    for _ in range(2):
+        run = {}
+        for mean in (False, True):
+            kd, vbar, rho2, final, entering, totals, seen = centring.forward(
+                x, write, forget, norm, None, None, True, mean, warps
+            )
+            slope, kind = (weights["o vd"], "v") if mean else (weights["o kd"], "k")
+            dx, logs, _ = centring.backward(
+                x, write, forget, norm, None, kd, entering, totals, seen, slope.to(dtype),
+                weights["o vbar"].to(dtype) if mean else None, None if mean else weights["o rho2"].to(dtype),
+                weights["final"] if mean else None, False, warps,
+            )  # fmt: skip
+            run |= {"o vd": kd, "o vbar": vbar, "final": final} if mean else {"o kd": kd, "o rho2": rho2}
+            run |= {f"dk {kind}": grads.sum_group(dx, 1)}
+            run |= {f"{name} {kind}": log for name, log in zip(("dwrite", "dforget", "dnorm"), logs, strict=True)}
+        runs.append(run)
+    order = [*outputs, *(f"{n} {kind}" for kind in "kv" for n in ("dk", "dwrite", "dforget", "dnorm"))]
+    errors = {}
+    for name, true in zip(order, want, strict=True):
+        first, second = runs[0][name], runs[1][name]
+        error = ((first.double() - true).square().mean() / true.square().mean()).sqrt()
+        errors[name] = float(error) if torch.equal(first, second) and torch.isfinite(error) else float("inf")
+    return errors
+
+
 def passes(errors: dict[str, float], dtype: torch.dtype) -> bool:
     """Whether every error is within `LIMITS`."""
     outputs, row_gradients, scalar_gradients = LIMITS[dtype]
     limit = {"o": outputs, "final": outputs, "dq": row_gradients, "dk": row_gradients, "dv": row_gradients}
     limit["dstate"] = row_gradients
-    return all(error <= limit.get(name, scalar_gradients) for name, error in errors.items())
+    return all(error <= limit.get(name.split()[0], scalar_gradients) for name, error in errors.items())
 
 
 def _remember(key: str, warps: int | None) -> None:
@@ -128,37 +180,29 @@ def _remember(key: str, warps: int | None) -> None:
         return  # A home that cannot be written to costs a repeated check, nothing else.
 
 
-def warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device: torch.device) -> int | None:
-    """None when the launch tables may be used as they are, 2 when only the safe launches are right here.
-
-    Raises:
-        RuntimeError: both are wrong on this machine.
-    """
+def _checked(case: tuple, dtype: torch.dtype, device: torch.device, run) -> int | None:
+    """Warps to use for `case`, from memory, from disk or from errors = run(warps)."""
     if device.type != "cuda" or os.environ.get("LINEARIZE_KERNELS_CHECK") == "0":
         return None
-    case = key_dim, value_dim, dtype, erase, device.index
-    if case in _warps:
-        return _warps[case]
-    key = f"{_environment()} | {key_dim} {value_dim} {dtype} {erase}"
+    place = *case, device.index
+    if place in _warps:
+        return _warps[place]
+    key = f"{_environment()} | {case}"
     try:
         known = json.loads(cache_file().read_text())
     except (OSError, ValueError):
         known = {}
     if key in known:
-        _warps[case] = known[key]
+        _warps[place] = known[key]
         return known[key]
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("kernels cannot be checked inside a CUDA graph capture: run the model once before capturing")
     # Inside an operator autograd is switched off for this thread, so the check runs in another one.
     with ThreadPoolExecutor(1) as thread:
-
-        def run(warps: int | None) -> dict[str, float]:
-            return thread.submit(measure, key_dim, value_dim, dtype, erase, device, warps).result()
-
-        errors = run(None)
+        errors = thread.submit(run, None).result()
         chosen = None
         if not passes(errors, dtype):
-            if not passes(run(SAFE_WARPS), dtype):
+            if not passes(thread.submit(run, SAFE_WARPS).result(), dtype):
                 raise RuntimeError(
                     f"the kernels give wrong results on this GPU (errors {errors}): use another triton, set "
                     "TRITON_PTXAS_PATH to a ptxas of CUDA 13.3 or later, or LINEARIZE_KERNELS=reference"
@@ -169,6 +213,21 @@ def warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, dev
                 "A ptxas of CUDA 13.3 or later in TRITON_PTXAS_PATH may help",
                 stacklevel=2,
             )
-    _warps[case] = chosen
+    _warps[place] = chosen
     _remember(key, chosen)
     return chosen
+
+
+def warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device: torch.device) -> int | None:
+    """None when the launch tables of the delta rule may be used as they are, 2 when only the safe launches are right.
+
+    Raises:
+        RuntimeError: both are wrong on this machine.
+    """
+    case = key_dim, value_dim, dtype, erase
+    return _checked(case, dtype, device, lambda warps: measure(*case, device, warps))
+
+
+def mean_warps_for(dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
+    """`warps_for` of the running means."""
+    return _checked((dim, dtype), dtype, device, lambda warps: measure_means(dim, dtype, device, warps))

@@ -26,7 +26,16 @@ if not INSIDE:
 
 else:
     import torch
-    from linearize_kernels import gated_delta, gated_delta_step, linear_attn, linear_attn_step, reference
+    from linearize_kernels import (
+        centre,
+        gated_delta,
+        gated_delta_step,
+        linear_attn,
+        linear_attn_step,
+        log_norm,
+        reference,
+        running_mean,
+    )
     from tolerances import TOLERANCE, assert_close
 
     NAMES = ("q", "k", "v", "log_decay", "beta", "gain", "initial_state", "add_to")
@@ -152,6 +161,90 @@ else:
         assert_close("o", torch.cat(outs, 1), want, TOLERANCE["float64"][0])
         assert_close("state", state, last, TOLERANCE["float64"][0])
 
+    def statistics(tokens, dims, dtype, *, heads=2, groups=(1, 1), sequences=None, forget=None, shift=3.0, left=0):
+        """k, v, log_write, log_forget, initial means and log Z; `left` tokens of padding, some more unwritten."""
+        make = torch.Generator().manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(*shape, dtype=torch.float64, generator=make)
+
+        k, v = (shift + normal(1, tokens, heads // g, d) for g, d in zip(groups, dims, strict=True))
+        log_write = 3 * normal(1, tokens, heads)
+        log_write[torch.rand(log_write.shape, generator=make) < 0.2] = -torch.inf
+        log_write[:, :left] = -torch.inf
+        log_forget = -torch.nn.functional.softplus(3 * normal(1, tokens, heads) - 3)
+        if forget is not None:
+            log_forget = torch.full_like(log_forget, forget)
+        count = sequences or 1
+        tensors = [log_write, log_forget, normal(count, heads, dims[0]), normal(count, heads, dims[1])]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return [x.to(dtype) for x in (k, v)] + [x.to(wide) for x in (*tensors, normal(count, heads))]
+
+    def check_statistics(tensors, limits, initial=True, cu=None):
+        sides = []
+        for exact in (False, True):
+            leaves = [(x.double() if exact else x).detach().requires_grad_() for x in tensors]
+            k, v, write, forget, kbar, vbar, log_z = leaves
+            means = (kbar, vbar) if initial else None
+            log_z = log_z if initial else None
+            if exact:
+                lZ = reference.chunk_log_norm(write, forget, log_z, cu)
+                kd, vd, mean, rho2, last = reference.chunk_centre(k, v, write, forget, lZ, means, cu)
+                other, end = reference.chunk_running_mean(v, write, forget, lZ, means and means[1], cu)
+            else:
+                lZ = log_norm(write, forget, initial_log_z=log_z, cu_seqlens=cu)
+                kd, vd, mean, rho2, last = centre(k, v, write, forget, lZ, initial_mean=means, cu_seqlens=cu)
+                start = means and means[1]
+                other, end = running_mean(v, write, forget, lZ, initial_mean=start, cu_seqlens=cu)
+            outputs = [torch.where(lZ > -torch.inf, lZ, 0.0), kd, vd, mean, rho2, *last, other, end]
+            make = torch.Generator().manual_seed(1)
+            weights = [torch.randn(t.shape, dtype=torch.float64, generator=make) for t in outputs]
+            total = sum(
+                (t.double() * w.to(k.dtype).to(tensors[0].dtype)).sum() for t, w in zip(outputs, weights, strict=True)
+            )
+            sides.append((outputs, torch.autograd.grad(total, leaves if initial else leaves[:4])))
+        for i, (a, b) in enumerate(zip(sides[0][0], sides[1][0], strict=True)):
+            assert_close(f"output {i}", a, b, limits[0])
+        for i, (a, b) in enumerate(zip(sides[0][1], sides[1][1], strict=True)):
+            assert_close(f"gradient {i}", a, b, limits[1 if i in (0, 1, 4, 5) else 2])
+
+    @pytest.mark.parametrize("tokens,left", [(1, 0), (65, 0), (130, 70)])
+    @pytest.mark.parametrize("initial", [False, True])
+    def test_statistics(tokens, left, initial):
+        check_statistics(statistics(tokens, (16, 24), torch.float64, left=left), (1e-12, 1e-11, 1e-11), initial)
+
+    def test_statistics_of_grouped_heads_and_wide_rows():
+        tensors = statistics(66, (100, 48), torch.float64, heads=4, groups=(2, 4))
+        check_statistics(tensors, (1e-12, 1e-11, 1e-11))
+
+    @pytest.mark.parametrize("initial", [False, True])
+    def test_statistics_of_packed_sequences(initial):
+        tensors = statistics(100, (16, 16), torch.float64, sequences=4)
+        check_statistics(tensors, (1e-12, 1e-11, 1e-11), initial, torch.tensor([0, 1, 66, 66, 100]))
+
+    def test_statistics_in_float32():
+        check_statistics(statistics(130, (32, 32), torch.float32, shift=20.0), TOLERANCE["float32"])
+        # Where each token forgets all others, the gradient of log_write is a difference that nearly vanishes.
+        tensors = statistics(130, (32, 32), torch.float32, forget=-10.0)
+        check_statistics(tensors, TOLERANCE["float32 strong decay"])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_statistics_in_sixteen_bits_survive_a_common_mean(dtype):
+        name = str(dtype).removeprefix("torch.")
+        limits = TOLERANCE[name + " interpreted" * (dtype == torch.bfloat16)]
+        check_statistics(statistics(100, (32, 32), dtype, shift=20.0), limits, initial=False)
+
+    def test_gradcheck_of_the_statistics():
+        tensors = statistics(66, (16, 16), torch.float64, heads=1)
+        tensors[2] = tensors[2].clamp(min=-4)
+
+        def run(k, v, write, forget, kbar, vbar, log_z):
+            lZ = log_norm(write, forget, initial_log_z=log_z)
+            kd, vd, mean, rho2, last = centre(k, v, write, forget, lZ, initial_mean=(kbar, vbar))
+            return lZ, kd, vd, mean, rho2, *last
+
+        assert torch.autograd.gradcheck(run, [x.requires_grad_() for x in tensors], fast_mode=True)
+
     @pytest.mark.parametrize("linear", [False, True])
     def test_gradcheck(linear):
         x = inputs(70, (16, 16), torch.float64, heads=1)
@@ -164,7 +257,7 @@ else:
         assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
     def test_operators_are_registered_soundly():
-        from linearize_kernels.ops import delta_fwd, delta_step
+        from linearize_kernels.ops import delta_fwd, delta_step, log_norm_fwd, mean_fwd
 
         x = inputs(5, (32, 32), torch.float32)
         leaves = [x[name].requires_grad_() for name in NAMES[:7]]
@@ -176,6 +269,11 @@ else:
         flat = [t.detach() for t in leaves]
         step = (*flat[:6], 0.3, flat[6], None)
         torch.library.opcheck(delta_step, step, test_utils=("test_schema", "test_faketensor"))
+        k, _, write, forget, kbar, _, log_z = (t.requires_grad_() for t in statistics(5, (16, 16), torch.float32))
+        torch.library.opcheck(log_norm_fwd, (write, forget, log_z, None), test_utils=tests)
+        norm = log_norm(write, forget, initial_log_z=log_z).detach().requires_grad_()
+        for mean in (False, True):
+            torch.library.opcheck(mean_fwd, (k, write, forget, norm, kbar, None, True, mean), test_utils=tests)
 
     def test_second_derivatives_raise():
         x = inputs(5, (32, 32), torch.float32)
@@ -187,7 +285,9 @@ else:
     def test_the_self_check_passes_here_and_notices_errors():
         from linearize_kernels import selfcheck
 
-        errors = selfcheck.measure(32, 32, torch.float32, True, torch.device("cpu"), None)
+        cpu = torch.device("cpu")
+        assert selfcheck.passes(selfcheck.measure_means(32, torch.float32, cpu, None), torch.float32)
+        errors = selfcheck.measure(32, 32, torch.float32, True, cpu, None)
         assert selfcheck.passes(errors, torch.float32)
         assert not selfcheck.passes({**errors, "dbeta": 1e-3}, torch.float32)
         assert not selfcheck.passes({**errors, "dk": float("inf")}, torch.float32)
