@@ -61,7 +61,7 @@ def heads_of(mixer: GDN, at: Sample) -> Tensor:
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    return float((got - want).norm() / want.norm())
+    return float((got - want).detach().norm() / want.detach().norm())
 
 
 def head_error(mixer: GDN, at: Sample) -> float:
