@@ -11,6 +11,8 @@ from .api import (
     linear_attn,
     linear_attn_step,
     log_norm,
+    mesa,
+    mesa_step,
     running_mean,
     running_mean_step,
 )
@@ -23,6 +25,8 @@ __all__ = [
     "linear_attn",
     "linear_attn_step",
     "log_norm",
+    "mesa",
+    "mesa_step",
     "running_mean",
     "running_mean_step",
 ]

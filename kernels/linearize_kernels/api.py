@@ -176,6 +176,65 @@ def linear_attn(
     return _delta_rule(q, k, v, log_decay, None, gain, scale, initial_state, output_final_state, cu_seqlens, add_to)
 
 
+def mesa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor,
+    ridge: Tensor,
+    *,
+    max_iter: int = 64,
+    tol: float = 1e-5,
+    scale: float = 1.0,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor]:
+    """MesaNet: the read-out by the ridge solution over all that was written (von Oswald et al.; derivation.md §7).
+
+        (Hkv, Hkk) <- exp(log_decay) (Hkv, Hkk) + gain k (v, k)^T;   o = scale Hkv^T (Hkk + diag(ridge))^-1 q + add_to
+
+    Args:
+        ridge: [H,K] positive. Large values give linear attention, small ones the least-squares memory.
+        max_iter, tol: preconditioned conjugate gradients stop at |residual| / |q| <= tol for every token, or there.
+        initial_state: (Hkv [B,H,K,V], Hkk [B,H,K,K] symmetric) or None for zero.
+
+    Returns:
+        (o [B,T,H,V] in q's dtype, final (Hkv, Hkk) or None, relative residual [B,T,H]). Differentiable once, to the
+        accuracy of the solve; the residual has no gradient. Other arguments and errors as `linear_attn`.
+    """
+    if gain.dim() != 3:
+        _fail("gain must be [B,T,H]", tuple(gain.shape), "pass one scalar per recurrence head")
+    batch, tokens, heads = gain.shape
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x, batch, tokens, heads)
+    if not q.dtype == k.dtype == v.dtype:
+        _fail("q, k and v must share one dtype", (q.dtype, k.dtype, v.dtype), "cast them alike")
+    if q.shape[-1] != k.shape[-1]:
+        _fail("q and k must have the same dim", (q.shape[-1], k.shape[-1]), "check the projections")
+    _check_scalar("log_decay", log_decay, (batch, tokens, heads))
+    sequences, key_dim = _check_packing(cu_seqlens, batch, tokens), k.shape[-1]
+    _check_state("ridge", ridge, (heads, key_dim))
+    Hkv, Hkk = initial_state if initial_state is not None else (None, None)
+    _check_state("initial_state[0]", Hkv, (sequences, heads, key_dim, v.shape[-1]))
+    _check_state("initial_state[1]", Hkk, (sequences, heads, key_dim, key_dim))
+    from .mesa import solve_queries
+
+    solution, residual = solve_queries(q, k, log_decay, gain, ridge, Hkk, cu_seqlens, max_iter, tol)
+    # The solution weighs keys against each other: its digits, and theirs, are worth float32.
+    keys, values = k.to(solution.dtype), v.to(solution.dtype)
+    shared = {"scale": scale, "cu_seqlens": cu_seqlens, "output_final_state": output_final_state}
+    add_to = None if add_to is None else add_to.to(solution.dtype)
+    o, Hkv = linear_attn(solution, keys, values, log_decay, gain, initial_state=Hkv, add_to=add_to, **shared)
+    o = o.to(q.dtype)
+    if not output_final_state:
+        return o, None, residual
+    _, Hkk = linear_attn(solution, keys, keys, log_decay, gain, initial_state=Hkk, **shared)
+    return o, (Hkv, Hkk), residual
+
+
 def _check_statistics(log_write: Tensor, log_forget: Tensor, log_z: Tensor | None, cu_seqlens: Tensor | None) -> int:
     if log_write.dim() != 3:
         _fail("log_write must be [B,T,H]", tuple(log_write.shape), "pass one scalar per recurrence head")
@@ -341,6 +400,40 @@ def linear_attn_step(
 ) -> tuple[Tensor, Tensor]:
     """`linear_attn` for the next 1 to 8 tokens, as `gated_delta_step`. Returns (o, state)."""
     return _delta_rule_step(q, k, v, log_decay, None, gain, scale, state, add_to)
+
+
+@torch.no_grad()
+def mesa_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor,
+    ridge: Tensor,
+    *,
+    state: tuple[Tensor, Tensor],
+    scale: float = 1.0,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """`mesa` for the next 1 to 8 tokens by direct solves. Both states are updated in place. No gradient.
+
+    Returns:
+        (o [B,T,H,V], state): the same tensors `state`, after the last token.
+    """
+    batch, tokens, heads = gain.shape
+    _check_step(tokens, Hkv=state[0], Hkk=state[1])
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x, batch, tokens, heads)
+    _check_scalar("log_decay", log_decay, (batch, tokens, heads))
+    _check_state("ridge", ridge, (heads, k.shape[-1]))
+    _check_state("state[0]", state[0], (batch, heads, k.shape[-1], v.shape[-1]))
+    _check_state("state[1]", state[1], (batch, heads, k.shape[-1], k.shape[-1]))
+    from .mesa import recurrent_mesa
+
+    o, new = recurrent_mesa(q, k, v, log_decay, gain, ridge, scale, state)
+    for old, fresh in zip(state, new, strict=True):
+        old.copy_(fresh)
+    return o if add_to is None else (o + add_to).to(o.dtype), state
 
 
 @torch.no_grad()
