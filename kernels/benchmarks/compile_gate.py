@@ -2,9 +2,10 @@
 
     python kernels/benchmarks/compile_gate.py [--quick] [--only scan] [--json FILE]
 
-Per entry: registers, stack (a spill fails, but in float32), shared memory (at most 227 KB), and WGMMA instructions that
-take their left operand from registers (any fails: ptxas below 13.3 may reuse those too early). Needs triton and its
-ptxas; 1 to 10 s per entry and core. `--quick`: bfloat16 with 64 and 128 dims.
+Per entry: registers, stack (a spill fails, but in float32), shared memory (at most 227 KB), how many programs a
+multiprocessor can hold, and WGMMA instructions that take their left operand from registers (any fails: ptxas below 13.3
+may reuse those too early). Needs triton and its ptxas; 1 to 10 s per entry and core. `--quick`: bfloat16 with 64 and
+128 dims.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_SHARED = 232448
+SHARED_PER_SM = 233472  # of which each program also takes 1 KB for the system
 POINTER = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
 
@@ -135,7 +137,7 @@ def entries(quick: bool) -> Iterator[tuple]:
                 flags = dict(zip(("CENTRED", "MEAN", "RHO"), mode, strict=True))
                 label = f"{name} {dtype} D={D}"
                 yield f"centre {label}", centring.centre_kernel, dtype, product | flags, logs, packed, ones, forward, 1
-                yield f"local {label}", centring.local_kernel, dtype, tile | flags, logs, packed, ones, backward, 1
+                yield f"local {label}", centring.local_kernel, dtype, wide | flags, logs, packed, ones, backward, 1
                 grads_flags = product | flags
                 yield (
                     f"centre grads {label}", centring.centre_grads_kernel, dtype, grads_flags, logs, packed, ones,
@@ -168,6 +170,7 @@ def check(fn, dtype, constants, fp32, absent, ones, warps, stages) -> dict:
         "registers": int(registers),
         "stack": int(stack),
         "shared": compiled.metadata.shared,
+        "per_sm": min(SHARED_PER_SM // (compiled.metadata.shared + 1024), 65536 // (int(registers) * 32 * warps)),
         "wgmma": len(products),
         "register_a": len(from_registers),
         "warps": warps,
@@ -209,7 +212,8 @@ def main() -> int:
         failed += reason is not None
         print(
             f"{'FAIL' if reason else 'ok  '} {name:34} warps {result['warps']} stages {result['stages']} registers "
-            f"{result['registers']:3} stack {result['stack']:4} shared {result['shared']:6} wgmma {result['wgmma']:3}"
+            f"{result['registers']:3} stack {result['stack']:4} shared {result['shared']:6} per SM {result['per_sm']} "
+            f"wgmma {result['wgmma']:3}"
             f"{'  ' + reason if reason else ''}",
             flush=True,
         )

@@ -290,26 +290,26 @@ def backward(
     d_final = None if d_final is None else d_final.contiguous()
     tile = dim_tile(dim)
     count = triton.cdiv(dim, tile)
-    grid = (chunks.count * heads * count,)
     shared = {
-        "D": dim, "BD": tile, "C": CHUNK, "CENTRED": slopes[0] is not None, "MEAN": slopes[2] is not None,
+        "D": dim, "C": CHUNK, "CENTRED": slopes[0] is not None, "MEAN": slopes[2] is not None,
         "RHO": slopes[1] is not None, "VARLEN": chunks.packed, "ACC": accumulator(x.dtype),
         "num_warps": _warps(x, warps)[1], "num_stages": 1,
     }  # fmt: skip
     logs = log_write, log_forget, log_z
     log_strides = [s for log in logs for s in strides(log)]
     local = torch.empty_like(entering)
-    local_kernel[grid](
+    wide = dim_tile(dim, 128)
+    local_kernel[(chunks.count * heads * triton.cdiv(dim, wide),)](
         slopes[0], centred, slopes[1], slopes[2], *logs, local, chunks.table, chunks.cu_seqlens,
-        tokens, chunks.per_row, heads, *log_strides, **shared,
+        tokens, chunks.per_row, heads, *log_strides, BD=wide, **shared,
     )  # fmt: skip
     leaving, first = reverse_borders(local, totals, chunks, d_final, d_initial)
     dx = x.new_empty(batch, tokens, heads, dim)
     d_logs = entering.new_empty(count, 3, batch, tokens, heads)
-    centre_grads_kernel[grid](
+    centre_grads_kernel[(chunks.count * heads * count,)](
         x, slopes[0], centred, slopes[1], slopes[2], *logs, entering, seen, leaving, dx, d_logs,
         chunks.table, chunks.cu_seqlens,
         tokens, chunks.per_row, heads, heads // x.shape[2], batch * tokens * heads, *strides(x), *log_strides,
-        PRECISION=precision(x.dtype), **shared,
+        BD=tile, PRECISION=precision(x.dtype), **shared,
     )  # fmt: skip
     return dx, d_logs.sum(0) if count > 1 else d_logs[0], first

@@ -22,6 +22,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# Rows of per-chunk scalars that `prep` leaves for the other kernels of the delta rule.
+ROWS: tl.constexpr = tl.constexpr(7)
 
 
 @triton.jit
@@ -63,16 +65,6 @@ def locate_sequence(sequence, offsets, cu_seqlens, T, NT, C: tl.constexpr, VARLE
         batch = tl.cast(sequence, tl.int64)
         chunk = sequence * NT
     return batch, start, end, chunk
-
-
-@triton.jit
-def decays(scalars, row, C: tl.constexpr):
-    """exp(g), exp(g_last - g) and exp(g_last) from the two parts of g that `prep` stores."""
-    g = tl.load(scalars + row)
-    rest = tl.load(scalars + C + row)
-    g_last = tl.load(scalars + C - 1)
-    rest_last = tl.load(scalars + 2 * C - 1)
-    return tl.exp2(g + rest), tl.exp2((g_last - g) + (rest_last - rest)), tl.exp2(g_last + rest_last)
 
 
 class Chunks:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import CHUNK, Chunks, accumulator, decays, dot, launch_warps, locate_chunk, precision, strides
+from .common import CHUNK, ROWS, Chunks, accumulator, dot, launch_warps, locate_chunk, precision, strides
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "v_group", "scale", "total"])
@@ -54,10 +54,9 @@ def grads_kernel(
     v += batch * v_batch + first * v_token + (head // v_group) * v_head
     do += batch * o_batch + first * o_token + head * o_head
     token = (batch * T + first) * H + head
-    reach, late, kept = decays(scalars + place * 4 * C, row, C)
-    g = tl.load(scalars + place * 4 * C + row)
-    rest = tl.load(scalars + place * 4 * C + C + row)
-    write = tl.load(scalars + place * 4 * C + 3 * C + row)
+    scalars += place * ROWS * C
+    g = tl.load(scalars + row)
+    rest = tl.load(scalars + C + row)
     states += place * K * V
     d_states += place * K * V
     Y += place * C * V
@@ -83,7 +82,7 @@ def grads_kernel(
         W = tl.where(upper, dA * stored, 0.0)
         d_sum += tl.sum(W, axis=0) - tl.sum(W, axis=1)
     dA = dA * decay * scale
-    HQ = HQ * (scale * reach)[None, :]
+    HQ = HQ * (scale * tl.load(scalars + 4 * C + row))[None, :]
     queries_t = tl.load(q + row[None, :] * q_token + key[:, None], mask=tile_kt, other=0.0)
     d_sum += tl.sum(queries_t.to(ACC) * HQ, axis=0)
     keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
@@ -103,11 +102,11 @@ def grads_kernel(
         ds = tl.load(d_states + key[:, None] * V + value[None, :], mask=tile_s, other=0.0)
         HW += dot(ds, tl.trans(y), PRECISION, ACC)
         inner += tl.sum(s.to(ACC) * ds.to(ACC), axis=1)
-    HW = HW * late[None, :]
+    HW = HW * tl.load(scalars + 5 * C + row)[None, :]
     keys_t = tl.load(k + row[None, :] * k_token + key[:, None], mask=tile_kt, other=0.0).to(ACC)
     stayed = tl.sum(keys_t * HW, axis=0)
     d_sum -= stayed
-    d_last = tl.sum(stayed, axis=0) + kept * tl.sum(inner, axis=0)
+    d_last = tl.sum(stayed, axis=0) + tl.load(scalars + 5 * C - 1) * tl.sum(inner, axis=0)
     dK += HW
 
     dL = tl.zeros([C, C], dtype=ACC)
@@ -127,19 +126,20 @@ def grads_kernel(
         if tile == 0:
             values = tl.load(v + row[:, None] * v_token + value[None, :], mask=tile_v, other=0.0)
             d_write += tl.sum(f.to(ACC) * values.to(ACC), axis=1)
+            write = tl.load(scalars + 3 * C + row)
             d_value = (write[:, None] * f.to(ACC)).to(keys.dtype)
             tl.store(dv + (token + row[:, None] * H) * V + value[None, :], d_value, mask=tile_v)
     d_erase = tl.zeros([C], dtype=ACC)
     if ERASE:
-        erase = tl.load(scalars + place * 4 * C + 2 * C + row)
-        HF = HF * (-reach)[None, :]
+        erase = tl.load(scalars + 2 * C + row)
+        HF = -HF * tl.load(scalars + 4 * C + row)[None, :]
         keys_t = tl.load(k + row[None, :] * k_token + key[:, None], mask=tile_kt, other=0.0).to(ACC)
         d_erase = tl.sum(keys_t * HF, axis=0)
         d_sum += erase * d_erase
         dK += HF * erase[None, :]
         # Loaded again, so that no [C,C] tile has to live through the loops.
-        g = tl.load(scalars + place * 4 * C + row)
-        rest = tl.load(scalars + place * 4 * C + C + row)
+        g = tl.load(scalars + row)
+        rest = tl.load(scalars + C + row)
         between = (g[None, :] - g[:, None]) + (rest[None, :] - rest[:, None])
         dL = -dL * tl.exp2(tl.where(upper, between, float("-inf")))
         B = dL * erase[None, :]

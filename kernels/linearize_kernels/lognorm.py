@@ -40,12 +40,13 @@ def chunk_logs(log_write, log_forget, row, real, w_token, f_token, ACC: tl.const
     """(lw, ll, L, log of the chunk's own weights up to each token)."""
     write = tl.load(log_write + row * w_token, mask=real, other=NONE).to(ACC)
     forget = tl.load(log_forget + row * f_token, mask=real, other=0.0).to(ACC)
-    # sum of forget over s < j <= t, for rows t and columns s: no difference of large sums.
+    # Multiples of 2^-10 add up exactly, so that differences of the sums lose nothing.
     coarse = tl.floor(forget * 1024.0 + 0.5) * 0.0009765625
     rest = forget - coarse
     lower = row[:, None] >= row[None, :]
-    L = tl.sum(tl.where(lower, coarse[None, :], 0.0), axis=1)
-    R = tl.sum(tl.where(lower, rest[None, :], 0.0), axis=1)
+    upto = row[:, None] <= row[None, :]
+    L = tl.sum(tl.where(upto, coarse[:, None], 0.0), axis=0)
+    R = tl.sum(tl.where(upto, rest[:, None], 0.0), axis=0)
     some = write > NONE
     between = (L[:, None] - L[None, :]) + (R[:, None] - R[None, :]) + tl.where(some, write, 0.0)[None, :]
     keep = lower & some[None, :]
@@ -127,9 +128,9 @@ def chunk_slopes(log_forget, log_z, d_log_z, entering, line, at, row, real, H, f
     """(ll, L, R, lZ, exp(L + z - lZ), dlZ) of a chunk."""
     forget = tl.load(log_forget + row * f_token, mask=real, other=0.0).to(ACC)
     coarse = tl.floor(forget * 1024.0 + 0.5) * 0.0009765625
-    lower = row[:, None] >= row[None, :]
-    L = tl.sum(tl.where(lower, coarse[None, :], 0.0), axis=1)
-    R = tl.sum(tl.where(lower, (forget - coarse)[None, :], 0.0), axis=1)
+    upto = row[:, None] <= row[None, :]
+    L = tl.sum(tl.where(upto, coarse[:, None], 0.0), axis=0)
+    R = tl.sum(tl.where(upto, (forget - coarse)[:, None], 0.0), axis=0)
     norm = tl.load(log_z + at + row * H, mask=real, other=NONE).to(ACC)
     z = tl.load(entering + line + row * 0)
     alive = (norm > NONE) & (z > NONE)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import centring, decode, delta, lognorm
-from .common import CHUNK, Chunks
+from .common import CHUNK, ROWS, Chunks
 from .grads import sum_group
 from .selfcheck import mean_warps_for, warps_for
 
@@ -35,7 +35,7 @@ def _(q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, 
     return (
         q.new_empty(batch, tokens, heads, v.shape[-1]),
         q.new_empty((sequences, heads, k.shape[-1], v.shape[-1]) if final else 0, dtype=scalar_type),
-        q.new_empty(count, heads, 4, CHUNK, dtype=scalar_type),
+        q.new_empty(count, heads, ROWS.value, CHUNK, dtype=scalar_type),
         q.new_empty(square if beta is not None else 0),
         q.new_empty(square),
     )

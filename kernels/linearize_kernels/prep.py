@@ -11,64 +11,69 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import CHUNK, LOG2E, Chunks, accumulator, dot, launch_warps, locate_chunk, precision, strides
+from .common import CHUNK, LOG2E, ROWS, Chunks, accumulator, dot, launch_warps, locate_chunk, precision, strides
+
+SCRATCH: tl.constexpr = tl.constexpr(2560)
 
 
 @triton.jit
-def inverse_less_identity(L, scratch, ACC: tl.constexpr):
-    """(I + L)^-1 - I for a strictly lower L [64,64]: four 16x16 substitutions in step, then two levels of merging.
+def store_inverse(L, scratch, N, ACC: tl.constexpr):
+    """Write N = (I + L)^-1 - I for a strictly lower L [64,64]: four 16x16 substitutions in step, then two merges.
 
-    `scratch` points to 1536 numbers of this program's own: L's four diagonal blocks and the two left of the odd ones.
-    Reading rows back from there keeps every step of the substitution inside a warp.
+    `scratch` points to `SCRATCH` numbers of this program's own: four diagonal blocks (of L, later of the inverse,
+    transposed), the two 16x16 blocks left of the odd ones (likewise) and L's lower left quarter. Blocks change shape
+    through it, at the price of a barrier, and each step of the substitution reads its row there and stays in a warp.
     """
     # Plain tf32 loses three digits here, and doubling series diverge for correlated keys.
     SPLIT: tl.constexpr = "tf32x3"
-    half = tl.arange(0, 2)
-    quarter = tl.arange(0, 4)
-    row = tl.arange(0, 16)
     index = tl.arange(0, 64)
     r = index[:, None]
     c = index[None, :]
     inside = (r % 16) * 16 + c % 16
     tl.store(scratch + (r // 16) * 256 + inside, L, mask=r // 16 == c // 16)
     tl.store(scratch + 1024 + (r // 32) * 256 + inside, L, mask=(r // 16 == c // 16 + 1) & (r // 16 % 2 == 1))
+    tl.store(scratch + 1536 + (r - 32) * 32 + c, L, mask=(r >= 32) & (c < 32))
     tl.debug_barrier()
-    # X[block, column, row] is the inverse transposed, so that the sum over earlier rows runs along the last axis.
-    block = quarter[:, None, None] * 256
+    # X[block, column, row] is the inverse transposed, so that the sum over earlier rows runs along the last axis, which
+    # a thread holds four at a time; stored like that, so that no layout with the axis across warps is chosen.
+    row = tl.arange(0, 16)
+    block = tl.arange(0, 4)[:, None, None] * 256
     X = tl.zeros([4, 16, 16], dtype=ACC)
-    for i in range(1, 16):
+    for i in tl.static_range(1, 16):
         line = scratch + block + i * 16
         along_rows = tl.load(line + row[None, None, :])
         along_columns = tl.load(line + row[None, :, None])
         solved = -(along_columns + tl.sum(X * along_rows, axis=2)[:, :, None])
         X = tl.where(row[None, None, :] == i, solved, X)
-    X = tl.permute(X, (0, 2, 1)) + tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
-
-    pairs = tl.reshape(X, (2, 2, 16, 16))
-    lower_half = half[None, :, None, None] == 1
-    first = tl.sum(tl.where(lower_half, 0.0, pairs), axis=1)
-    second = tl.sum(tl.where(lower_half, pairs, 0.0), axis=1)
-    corner = tl.load(scratch + 1024 + half[:, None, None] * 256 + row[None, :, None] * 16 + row[None, None, :])
+    pair = tl.arange(0, 2)[:, None, None]
+    square = row[None, :, None] * 16 + row[None, None, :]
+    corner = tl.load(scratch + 1024 + pair * 256 + square)
+    tl.debug_barrier()
+    X += tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
+    tl.store(scratch + block + row[None, :, None] * 16 + row[None, None, :], X)
+    tl.debug_barrier()
+    flipped = row[None, None, :] * 16 + row[None, :, None]
+    first = tl.load(scratch + pair * 512 + flipped)
+    second = tl.load(scratch + pair * 512 + 256 + flipped)
     corner = -dot(dot(second, corner, SPLIT, ACC), first, SPLIT, ACC)
-    down = half[None, :, None, None, None] == 1
-    right = half[None, None, None, :, None] == 1
-    merged = tl.where(down & right, second[:, None, :, None, :], 0.0)
-    merged = tl.where(down & (right == 0), corner[:, None, :, None, :], merged)
-    merged = tl.where((down == 0) & (right == 0), first[:, None, :, None, :], merged)
-    merged = tl.reshape(merged, (2, 32, 32))
-
-    lower_half = half[:, None, None] == 1
-    first32 = tl.sum(tl.where(lower_half, 0.0, merged), axis=0)
-    second32 = tl.sum(tl.where(lower_half, merged, 0.0), axis=0)
-    quadrant = (half[:, None, None, None] == 1) & (half[None, None, :, None] == 0)
-    corner32 = tl.sum(tl.sum(tl.where(quadrant, tl.reshape(L, (2, 32, 2, 32)), 0.0), axis=2), axis=0)
-    corner32 = -dot(dot(second32, corner32, SPLIT, ACC), first32, SPLIT, ACC)
-    down4 = half[:, None, None, None] == 1
-    right4 = half[None, None, :, None] == 1
-    full = tl.where(down4 & right4, second32[None, :, None, :], 0.0)
-    full = tl.where(down4 & (right4 == 0), corner32[None, :, None, :], full)
-    full = tl.where((down4 == 0) & (right4 == 0), first32[None, :, None, :], full)
-    return tl.where(r > c, tl.reshape(full, (64, 64)), 0.0)
+    tl.store(scratch + 1024 + pair * 256 + square, corner)
+    tl.debug_barrier()
+    half = tl.arange(0, 32)
+    r = half[:, None]
+    c = half[None, :]
+    at = tl.where(r // 16 == c // 16, (r // 16) * 256 + (c % 16) * 16 + r % 16, 1024 + (r % 16) * 16 + c % 16)
+    step = tl.where(r // 16 == c // 16, 512, 256)
+    keep = r // 16 >= c // 16
+    first = tl.load(scratch + at, mask=keep, other=0.0)
+    second = tl.load(scratch + at + step, mask=keep, other=0.0)
+    corner = tl.load(scratch + 1536 + r * 32 + c)
+    corner = -dot(dot(second, corner, SPLIT, ACC), first, SPLIT, ACC)
+    place = N + r * 64 + c
+    kind = N.dtype.element_ty
+    tl.store(place, tl.where(r > c, first, 0.0).to(kind))
+    tl.store(place + 32 * 64 + 32, tl.where(r > c, second, 0.0).to(kind))
+    tl.store(place + 32 * 64, corner.to(kind))
+    tl.store(place + 32, tl.zeros([32, 32], dtype=kind))
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "scale"])
@@ -98,20 +103,27 @@ def prep_kernel(
     gain += batch * gain_batch + first * gain_token + head * gain_head
     write = tl.load(gain + row * gain_token, mask=real, other=0.0).to(ACC)
     lower = row[:, None] >= row[None, :]
-    out = scalars + place * 4 * C
+    out = scalars + place * ROWS * C
     tl.store(out + 3 * C + row, write)
     if DECAY:
         log_decay += batch * decay_batch + first * decay_token + head * decay_head
         step = tl.load(log_decay + row * decay_token, mask=real, other=0.0).to(ACC) * LOG2E
         # Multiples of 2^-10 add up exactly in float32, so differences of these sums do not lose what the sums gain.
         coarse = tl.floor(step * 1024.0 + 0.5) * 0.0009765625
-        g = tl.sum(tl.where(lower, coarse[None, :], 0.0), axis=1)
-        rest = tl.sum(tl.where(lower, (step - coarse)[None, :], 0.0), axis=1)
+        # Summed down the columns of a tile, which costs additions within a thread; along rows it costs shuffles.
+        upto = row[:, None] <= row[None, :]
+        g = tl.sum(tl.where(upto, coarse[:, None], 0.0), axis=0)
+        rest = tl.sum(tl.where(upto, (step - coarse)[:, None], 0.0), axis=0)
     else:
         g = tl.zeros([C], dtype=ACC)
         rest = g
     tl.store(out + row, g)
     tl.store(out + C + row, rest)
+    reach = tl.exp2(g + rest)
+    g_last = tl.sum(tl.where(row == C - 1, g, 0.0), axis=0)
+    rest_last = tl.sum(tl.where(row == C - 1, rest, 0.0), axis=0)
+    tl.store(out + 4 * C + row, reach)
+    tl.store(out + 5 * C + row, tl.exp2((g_last - g) + (rest_last - rest)))
     between = (g[:, None] - g[None, :]) + (rest[:, None] - rest[None, :])
     decay = tl.exp2(tl.where(lower, between, float("-inf")))
     square = place * C * C + row[:, None] * C + row[None, :]
@@ -121,9 +133,10 @@ def prep_kernel(
         beta += batch * beta_batch + first * beta_token + head * beta_head
         erase = tl.load(beta + row * beta_token, mask=real, other=0.0).to(ACC)
         tl.store(out + 2 * C + row, erase)
+        tl.store(out + 6 * C + row, erase * reach)
         gram = dot(keys, tl.trans(keys), PRECISION, ACC)
         L = tl.where(row[:, None] > row[None, :], gram * decay, 0.0) * erase[:, None]
-        tl.store(N + square, inverse_less_identity(L, scratch + place * 1536, ACC).to(N.dtype.element_ty))
+        store_inverse(L, scratch + place * SCRATCH, N + place * C * C, ACC)
 
 
 # (K rounded up to a power of two) -> (warps, stages)
@@ -134,14 +147,15 @@ def prepare(
     q: Tensor, k: Tensor, log_decay: Tensor | None, beta: Tensor | None, gain: Tensor, scale: float, chunks: Chunks,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(scalars [chunks,H,4,C], N and A [chunks,H,C,C]); N is empty without beta.
+    """(scalars [chunks,H,7,C], N and A [chunks,H,C,C]); N is empty without beta.
 
-    The scalars are g / log 2 in two parts that must be added after taking differences, beta and gain.
+    The scalars: g / log 2 in two parts that must be added after taking differences, beta, gain, exp(g), exp(g_last - g)
+    and beta exp(g).
     """
     heads, dim = gain.shape[2], k.shape[-1]
     padded = max(32, triton.next_power_of_2(dim))
     scalar_type = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scalars = torch.empty(chunks.count, heads, 4, CHUNK, dtype=scalar_type, device=q.device)
+    scalars = torch.empty(chunks.count, heads, ROWS.value, CHUNK, dtype=scalar_type, device=q.device)
     square = (chunks.count, heads, CHUNK, CHUNK)
     N = torch.empty(square if beta is not None else 0, dtype=q.dtype, device=q.device)
     A = torch.empty(square, dtype=q.dtype, device=q.device)
@@ -149,7 +163,7 @@ def prepare(
         return scalars, N, A
     decay = gain if log_decay is None else log_decay
     erase = gain if beta is None else beta
-    scratch = scalars.new_empty(chunks.count * heads * 1536 if beta is not None else 0)
+    scratch = scalars.new_empty(chunks.count * heads * SCRATCH.value if beta is not None else 0)
     default, stages = PREP[padded]
     prep_kernel[(chunks.count * heads,)](
         q, k, decay, erase, gain, scalars, N, A, scratch, chunks.table, chunks.cu_seqlens,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import CHUNK, Chunks, accumulator, decays, dot, launch_warps, locate_sequence, precision, strides
+from .common import CHUNK, ROWS, Chunks, accumulator, dot, launch_warps, locate_sequence, precision, strides
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "v_group", "scale"])
@@ -60,8 +60,12 @@ def scan_kernel(
         real = row < count
         tile_k = real[:, None] & in_key[None, :]
         tile_v = real[:, None] & in_value[None, :]
-        reach, late, kept = decays(scalars + place * 4 * C, row, C)
-        write = tl.load(scalars + place * 4 * C + 3 * C + row)
+        gates = scalars + place * ROWS * C
+        write = tl.load(gates + 3 * C + row)
+        reach = tl.load(gates + 4 * C + row)
+        late = tl.load(gates + 5 * C + row)
+        # Not a load of its own: its buffer is what keeps two programs of 128 dims from sharing a multiprocessor.
+        kept = tl.sum(tl.where(row == C - 1, reach, 0.0), axis=0)
         keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
         values = tl.load(v + row[:, None] * v_token + value[None, :], mask=tile_v, other=0.0)
         square = place * C * C + row[:, None] * C + row[None, :]
@@ -69,8 +73,8 @@ def scan_kernel(
         if STORE:
             tl.store(states + (place * K + key[:, None]) * V + value[None, :], half, mask=in_state)
         if ERASE:
-            erase = tl.load(scalars + place * 4 * C + 2 * C + row)
-            r = write[:, None] * values.to(ACC) - (erase * reach)[:, None] * dot(keys, half, PRECISION, ACC)
+            erase = tl.load(gates + 6 * C + row)
+            r = write[:, None] * values.to(ACC) - erase[:, None] * dot(keys, half, PRECISION, ACC)
             y = r + dot(tl.load(N + square), r.to(keys.dtype), PRECISION, ACC)
         else:
             y = write[:, None] * values.to(ACC)
@@ -131,7 +135,10 @@ def reverse_scan_kernel(
         real = row < end - start - (steps - 1 - i) * C
         tile_k = real[:, None] & in_key[None, :]
         tile_v = real[:, None] & in_value[None, :]
-        reach, late, kept = decays(scalars + place * 4 * C, row, C)
+        gates = scalars + place * ROWS * C
+        reach = tl.load(gates + 4 * C + row)
+        late = tl.load(gates + 5 * C + row)
+        kept = tl.sum(tl.where(row == C - 1, reach, 0.0), axis=0)
         keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
         queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
         d_out = tl.load(do + row[:, None] * o_token + value[None, :], mask=tile_v, other=0.0)
@@ -146,8 +153,8 @@ def reverse_scan_kernel(
         grown = ((scale * reach)[:, None] * d_out.to(ACC)).to(keys.dtype)
         dS = kept * dS + dot(tl.trans(queries), grown, PRECISION, ACC)
         if ERASE:
-            erase = tl.load(scalars + place * 4 * C + 2 * C + row)
-            lost = ((erase * reach)[:, None] * f).to(keys.dtype)
+            erase = tl.load(gates + 6 * C + row)
+            lost = (erase[:, None] * f).to(keys.dtype)
             dS -= dot(tl.trans(keys), lost, PRECISION, ACC)
         place -= H
         q -= C * q_token
