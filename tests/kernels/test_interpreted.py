@@ -275,6 +275,20 @@ else:
         for mean in (False, True):
             torch.library.opcheck(mean_fwd, (k, write, forget, norm, kbar, None, True, mean), test_utils=tests)
 
+    def test_a_compiled_mixer_has_no_graph_break():
+        def mixer(q, k, v, decay, beta, write, forget):
+            kd, vd, vbar, rho2, _ = centre(k, v, write, forget, log_norm(write, forget))
+            o, _ = gated_delta(q, kd, vd, decay, beta, add_to=vbar)
+            return o.sum() + rho2.sum()
+
+        k, v, write, forget, *_ = statistics(66, (16, 16), torch.float32)
+        x = inputs(66, (16, 16), torch.float32)
+        leaves = [t.requires_grad_() for t in (x["q"], k, v, x["log_decay"], x["beta"], write, forget)]
+        compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+        results = [(y := call(*leaves), torch.autograd.grad(y, leaves)) for call in (mixer, compiled)]
+        assert torch.equal(results[0][0], results[1][0])
+        assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
     def test_second_derivatives_raise():
         x = inputs(5, (32, 32), torch.float32)
         q = x["q"].requires_grad_()
