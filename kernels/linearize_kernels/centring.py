@@ -236,7 +236,7 @@ def centre_grads_kernel(
 
 
 # D rounded up to a power of two -> warps of C1 and of B3
-CENTRE = {16: (4, 4), 32: (4, 4), 64: (8, 8), 128: (8, 8), 256: (8, 8)}
+CENTRE = {16: (4, 8), 32: (4, 8), 64: (8, 8), 128: (8, 8), 256: (8, 8)}
 
 
 def _warps(x: Tensor, warps: int | None) -> tuple[int, int]:

@@ -283,11 +283,13 @@ else:
 
         k, v, write, forget, *_ = statistics(66, (16, 16), torch.float32)
         x = inputs(66, (16, 16), torch.float32)
-        leaves = [t.requires_grad_() for t in (x["q"], k, v, x["log_decay"], x["beta"], write, forget)]
+        leaves = [t.requires_grad_() for t in (x["q"], k, v, x["log_decay"], 0.02 * x["beta"], write, forget)]
         compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
         results = [(y := call(*leaves), torch.autograd.grad(y, leaves)) for call in (mixer, compiled)]
         assert torch.equal(results[0][0], results[1][0])
-        assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+        # Gradients that meet are added in another order.
+        for a, b in zip(results[0][1], results[1][1], strict=True):
+            assert_close("gradient", a, b, TOLERANCE["float32"][2])
 
     def test_second_derivatives_raise():
         x = inputs(5, (32, 32), torch.float32)
