@@ -216,4 +216,7 @@ def run(argv: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the `linearize` command."""
+    # Before torch starts its threads: where other programs keep the cores busy, threads that spin while they wait for
+    # each other stall every parallel region.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(run(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """The main job: plan, calibrate and align one layer after another, measure, write. Running it again goes on."""
 
 import copy
+import ctypes
 import json
 import platform
 import time
@@ -229,7 +230,15 @@ def convert_layers(
             for s in streams:
                 _advance(runner, i, layer, mixed, s, batch)
         del layer, mixed
+        _give_back_memory()
     return records, _compare(runner, heldout)
+
+
+def _give_back_memory() -> None:
+    """Return what the C heap keeps of freed weights to the system: glibc would hold on to a model's worth of them."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _convert_layer(
