@@ -4,6 +4,7 @@ import copy
 import ctypes
 import json
 import platform
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -138,6 +139,9 @@ def prepare_text(teacher: Teacher, recipe: Recipe, device: torch.device, run: Ru
             train, heldout = bundled_documents("train"), bundled_documents("heldout")
         else:
             train, heldout = split_documents(read_documents(source))
+        # Files often hold one kind of text each, and a start needs only the first few thousand tokens.
+        for documents in (train, heldout):
+            random.Random(seed).shuffle(documents)
         calibration = _rows(train, tokenizer, calibrate.context, calibrate.tokens, seed)
         alignment = None
         if align.tokens:

@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
 
+os.environ.setdefault("LINEARIZE_KERNELS", "auto")  # the package's default is torch on every device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU serves dry runs in the interpreter
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMIT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32 on GPU"}

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import platform
+import random
 import tempfile
 import time
 from pathlib import Path
@@ -54,6 +55,7 @@ def main() -> None:
 
     teacher = open_teacher(args.model)
     _, heldout = split_documents(read_documents(args.data))
+    random.Random(0).shuffle(heldout)  # the files hold one kind of text each
     texts = {"web": pack_rows(heldout, teacher.tokenizer, 512, args.heldout_tokens, long_only=True)}
     if args.wikitext:
         lines = Path(args.wikitext).read_text(encoding="utf-8").splitlines()
