@@ -162,10 +162,7 @@ def prepare_text(teacher: Teacher, recipe: Recipe, device: torch.device, run: Ru
 
 
 def _rows(documents: list[str], tokenizer, context: int, tokens: int, seed: int) -> Rows:
-    """Whole windows of single documents where the text has enough of them, else packed rows.
-
-    A packed row is full of short contexts, and a start fitted to those is a bad one for long ones.
-    """
+    """Whole windows of single documents where the text has enough of them, else packed rows, full of short contexts."""
     try:
         rows = pack_rows(documents, tokenizer, context, tokens, seed=seed, long_only=True)
         if not rows.shortfall:
