@@ -32,8 +32,8 @@ def _fail(what: str, value: object, fix: str) -> None:
 def uses_kernels(x: Tensor) -> bool:
     """Whether the Triton kernels serve tensors like `x`, by LINEARIZE_KERNELS.
 
-    reference (default): never; the torch forms run on every device. The kernels have not been measured on a GPU in
-    their present form, and on a real model an earlier form disagreed with torch. auto: on a GPU, unless the tensors are
+    reference (default): never; the torch forms run on every device, because the kernels have not been measured on a
+    GPU in their present form. auto: on a GPU, unless the tensors are
     float64 or Triton is missing. triton: always; on a CPU that needs TRITON_INTERPRET=1.
     """
     choice = os.environ.get("LINEARIZE_KERNELS", "reference")
