@@ -212,8 +212,8 @@ def calibrate_gdn(layer: MixedAttention, samples: list[Sample], scale: float, se
 
     The first ``select`` samples (at least 2; every second one is held out) choose, per head: the reference and the
     forgetting by the held-out error of the readout {mean, first order, taps, sink}; then the erase scale; then the
-    time scales, one after another, that lower it most. Then all samples fit: the coefficients, in one ridge fit, and
-    the output projection. Gate weights stay zero (derivation.md §5).
+    time scales, one after another, that lower it most; all coefficients in one ridge fit. The output projection is
+    refitted on all samples. Gate weights stay zero (derivation.md §5).
     """
     mixer: GDN = layer.mixer
     chosen_from = samples[: max(2, select)]
@@ -270,20 +270,11 @@ def calibrate_gdn(layer: MixedAttention, samples: list[Sample], scale: float, se
         error = error.masked_fill((extra == chosen).any(-1), float("inf"))
         chosen = torch.cat([chosen, error.argmin(0)[:, None]], -1)
 
-    # The coefficients are fitted on all text: what chooses is too little to fit on.
+    fitted = moments.fit(chosen, both=True).to(mixer.read_mean.dtype)
     scales = everywhere.take(chosen[:, 3 + mixer.taps :])
-    balance = log_balance + 0.5 * torch.log(torch.tensor(ERASES, device=device))[erase][:, None]
-    read = Points(torch.cat([point.reference, scales.reference], 1), torch.cat([point.forget, scales.forget], 1))
-    readout = Moments()
-    for sample in samples:
-        zeroth = mean_terms(sample, read, scale)
-        state, _ = first_order_terms(sample, point, scale, (1.0,), balance)
-        terms = [zeroth[:, :, :1], state, local_terms(sample, mixer.taps), zeroth[:, :, 1:]]
-        readout.add(torch.cat(terms, 2), sample.heads[sample.real], 0)
-    every_term = torch.arange(chosen.shape[1], device=device).expand(heads, -1)
-    fitted = readout.fit(every_term).to(mixer.read_mean.dtype)
+    shift = 0.5 * torch.log(torch.tensor(ERASES, device=device))
     mixer.reference.copy_(point.reference[:, 0])
-    mixer.log_balance.copy_(balance[:, 0])
+    mixer.log_balance.copy_(log_balance[:, 0] + shift[erase])
     mixer.gates.bias.view(4, heads)[3].copy_(point.forget[:, 0])
     mixer.read_mean.copy_(fitted[:, 0])
     mixer.read_state.copy_(fitted[:, 1])

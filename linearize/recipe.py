@@ -86,7 +86,7 @@ class Calibrate:
 
     tokens: Count = key(16_384, "Tokens for the closed-form start values of every mixer.", least=1)
     select_tokens: Count = key(
-        4_096, "How many of them choose each head's expansion point and terms; all of them fit the rest.", least=32
+        4_096, "How many of them choose each head's terms and fit their weights; all of them fit the output.", least=32
     )
     context: Count = key(512, "Tokens in a row of calibration text.", least=16)
     taps: int = key(4, "Recent values that each head reads directly.", least=1)

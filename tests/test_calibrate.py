@@ -353,21 +353,16 @@ def test_two_runs_give_the_same_bits():
         assert torch.equal(tensor, parameters(layers[1])[name]), name
 
 
-def test_later_samples_fit_coefficients_and_output_but_choose_nothing():
-    """Apart from the mean query, which all samples give. The coefficients come from all samples alike."""
+def test_later_samples_only_refit_the_output():
+    """Apart from the mean query, which all samples give."""
     batches = [sample(0), sample(100)]
     third = sample(200)
     third.q = third.q - third.q.mean((0, 1)) + torch.cat([at.q for at in batches]).mean((0, 1))
     few, more = fresh(), fresh()
     calibrate_gdn(few, batches, SCALE, 2)
     calibrate_gdn(more, [*batches, third], SCALE, 2)
-    fitted = ("read_mean", "read_state", "read_taps", "read_sink", "read_scales")
     for name, tensor in few.mixer.named_parameters():
-        if name not in fitted:
-            torch.testing.assert_close(
-                dict(more.mixer.named_parameters())[name], tensor, atol=1e-3, rtol=1e-3, msg=name
-            )
-    assert max(relative(getattr(more.mixer, name), getattr(few.mixer, name)) for name in fitted) > 1e-3
+        torch.testing.assert_close(dict(more.mixer.named_parameters())[name], tensor, atol=1e-3, rtol=1e-3, msg=name)
     assert relative(more.attn.o_proj.weight, few.attn.o_proj.weight) > 1e-3
 
 
