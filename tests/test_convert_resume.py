@@ -225,7 +225,13 @@ def test_ctrl_c_and_the_command_again(tmp_path, uninterrupted):
     environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen(
-            command(folder, out), env=environment, stdout=subprocess.PIPE, stderr=said, cwd=tmp_path
+            command(folder, out),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            cwd=tmp_path,
+            # A test run in the background of a shell ignores SIGINT, and its children would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         while not (out / ".linearize/layer-00000.json").exists():
             assert process.poll() is None, (tmp_path / "said").read_text()
