@@ -15,7 +15,16 @@ from linearize_kernels import centre, gated_delta, log_norm, running_mean
 from torch import Tensor, nn
 
 from linearize.mixers.base import MixedAttention, Segments
-from linearize.mixers.expansion import Layout, first_value, forget_logit, local_taps, mask_write, strengths, tilt
+from linearize.mixers.expansion import (
+    Layout,
+    first_value,
+    forget_logit,
+    forgetting,
+    local_taps,
+    mask_write,
+    strengths,
+    tilt,
+)
 from linearize.mixers.gdn import GDN, delta_arguments
 
 TILTS = (0.0, 0.5, 1.0)  # multiples of the head's mean query taken as reference
@@ -142,7 +151,7 @@ class Points:
     def weights(self, sample: Sample, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
         """Log write weight and log forgetting, [B, T, H*P] packed, point fastest."""
         write = tilt(sample.k, self.reference.flatten(0, 1), scale)
-        forget = -F.softplus(self.forget).flatten().expand_as(write)
+        forget = forgetting(self.forget).flatten().expand_as(write)
         write, forget = mask_write(write, forget, sample.segments.mask)
         return layout.pack(write), layout.pack(forget)
 

@@ -57,7 +57,7 @@ COPY_AGAIN = "download or copy the file again"
 def format_bytes(n: float) -> str:
     """A size for reading, decimal units: 512 B, 1.3 MB, 4.92 GB."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if n >= limit:
+        if n >= 0.9995 * limit:  # which three figures would round up to the unit
             return f"{n / limit:.3g} {unit}"
     return f"{n:.0f} B"
 

@@ -19,14 +19,14 @@ from linearize import __version__
 from linearize.align import Step, align_layer
 from linearize.calibrate import Sample, calibrate_gdn
 from linearize.card import model_card
-from linearize.checkpoint import RunState, atomic_write_text
+from linearize.checkpoint import RunState, atomic_write_text, format_bytes
 from linearize.console import Console
 from linearize.data import Rows, bundled_documents, content_hash, pack_rows, read_documents, self_text, split_documents
 from linearize.errors import UserError
 from linearize.evaluate import continue_text, perplexity
 from linearize.mixers import HeadShape, MixedAttention, Segments, build_mixer
 from linearize.observe import observe
-from linearize.plan import Plan, format_bytes, plan_model
+from linearize.plan import Plan, plan_model
 from linearize.recipe import Recipe
 from linearize.student import packed_starts, student_config, student_name, write_shim
 from linearize.teacher import BlockRunner, Teacher, open_teacher
@@ -130,8 +130,7 @@ def prepare_text(teacher: Teacher, recipe: Recipe, device: torch.device, run: Ru
                 model, tokenizer, wanted, longest, seed=seed, device=device, progress=bar.advance, cache_path=run.folder
             )
         del model
-        fit = _at_most(rows, calibrate.tokens)
-        calibration, alignment = rows.split(len(fit))[0], rows.split(len(fit))[1]
+        calibration, alignment = rows.split(-(-calibrate.tokens // longest))
         if not align.tokens:
             alignment = None
     else:
@@ -170,10 +169,6 @@ def _rows(documents: list[str], tokenizer, context: int, tokens: int, seed: int)
     except UserError:
         pass  # no document fills a window: pack_rows decides below whether all of them together do
     return pack_rows(documents, tokenizer, context, tokens, seed=seed)
-
-
-def _at_most(rows: Rows, tokens: int) -> Rows:
-    return rows.split(max(1, -(-tokens // rows.context)))[0]
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
+from linearize.checkpoint import format_bytes
 from linearize.console import Console, format_count
 from linearize.data import read_documents
 from linearize.errors import UsageError, UserError, one_line
@@ -147,12 +148,6 @@ class Plan:
         if warning := memory_warning(self):
             console.warn(warning)
         console.result(self.as_dict())
-
-
-def format_bytes(n: int) -> str:
-    """Three significant figures with a decimal unit: 950 B, 1.2 kB, 34.5 MB."""
-    count = format_count(n)
-    return f"{count[:-1]} {count[-1].replace('B', 'G')}B" if count[-1].isalpha() else f"{count} B"
 
 
 def plan_model(model: str, recipe: Recipe) -> Plan:

@@ -48,10 +48,13 @@ class Layout:
     start: Tensor | None  # [1, B*T] index of each token's first token, packed only
 
     @classmethod
-    def of(cls, x: Tensor, segments: Segments) -> "Layout":
+    def of(cls, x: Tensor, segments: Segments, *, cached: bool = False) -> "Layout":
+        """x: [B, T, ...]. cached: whether a state comes in or goes out, which packed documents do not have."""
         batch, length = x.shape[:2]
         if segments.reset is None:
             return cls(batch, length, None, None)
+        if cached:
+            raise ValueError("packed documents cannot be combined with a cache: call with use_cache=False")
         first = segments.reset.clone()
         first[:, 0] = True
         starts = first.flatten().nonzero().flatten()

@@ -113,9 +113,7 @@ class GDN(Mixer):
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         heads, scales = self.shape.q_heads, self.time_scales
         mask = segments.mask
-        layout = Layout.of(x, segments)
-        if layout.cu_seqlens is not None and (state is not None or output_state):
-            raise ValueError("packed documents cannot be combined with a cache: call with use_cache=False")
+        layout = Layout.of(x, segments, cached=state is not None or output_state)
         old = state or {}
         log_exponent, log_erase, write, forget = self.gate(x)
         log_write, log_forget = mask_write(

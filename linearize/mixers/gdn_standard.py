@@ -53,9 +53,7 @@ class StandardGDN(Mixer):
         state: dict[str, Tensor] | None = None,
         output_state: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        layout = Layout.of(x, segments)
-        if layout.cu_seqlens is not None and (state is not None or output_state):
-            raise ValueError("packed documents cannot be combined with a cache: call with use_cache=False")
+        layout = Layout.of(x, segments, cached=state is not None or output_state)
         decay, write = F.linear(x.to(self.gates.weight.dtype), self.gates.weight, self.gates.bias).chunk(2, -1)
         log_decay = -self.log_rate.exp() * F.softplus(decay)
         beta = write.sigmoid()
