@@ -8,7 +8,7 @@ check both, and each entry's logits, against transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ class Family:
 
     model_type: as in config.json. causal_lm, config: class names in transformers. notes: what a person should know
     before converting, one line or "". refuse: takes the fields of config.json and returns the reason, or None.
+    softmax: the attention implementation that computes the teacher's attention exactly. stacked: parameters that
+    transformers keeps as one tensor of all experts and checkpoints as one per expert: by the end of the parameter's
+    name, the ends of the stored names whose rows make one expert's slice.
     """
 
     model_type: str
@@ -35,6 +38,8 @@ class Family:
     config: str
     notes: str = ""
     refuse: Callable[[dict], str | None] = accept
+    softmax: str = "sdpa"
+    stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     layers_prefix = "model.layers.{i}."
     attention = "self_attn"
@@ -56,6 +61,19 @@ class Family:
 
         return getattr(transformers, self.config)
 
+    def stored(self, name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes under which a checkpoint holds the parameter `name` of `shape`, in the order of its rows."""
+        for end, parts in self.stacked:
+            if name.endswith(end):
+                experts, rows, columns = shape
+                stem = name.removesuffix(end)
+                return {
+                    stem + part.format(expert): (rows // len(parts), columns)
+                    for expert in range(experts)
+                    for part in parts
+                }
+        return {name: tuple(shape)}
+
 
 def refuse_gemma3(config: dict) -> str | None:
     if config.get("use_bidirectional_attention"):
@@ -63,7 +81,19 @@ def refuse_gemma3(config: dict) -> str | None:
     return None
 
 
+def refuse_qwen3_moe(config: dict) -> str | None:
+    if config.get("output_router_logits"):
+        return "a loss on the router's logits is asked for, which needs every layer's: set output_router_logits to false"
+    return None
+
+
+EXPERTS_APART = (
+    ("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
+    ("mlp.experts.down_proj", ("mlp.experts.{}.down_proj.weight",)),
+)
 WINDOW = "a converted sliding-window layer sees the whole past: the window is not kept"
+
+CAPPED = "a converted layer has no cap on its logits: it starts from the capped attention's output"
 
 FAMILIES: dict[str, Family] = {
     entry.model_type: entry
@@ -76,8 +106,17 @@ FAMILIES: dict[str, Family] = {
         Family("olmo2", "Olmo2ForCausalLM", "Olmo2Config"),
         Family("granite", "GraniteForCausalLM", "GraniteConfig"),
         Family("phi3", "Phi3ForCausalLM", "Phi3Config", notes=WINDOW),
+        Family("gemma2", "Gemma2ForCausalLM", "Gemma2Config", notes=f"{CAPPED}; {WINDOW}", softmax="eager"),
         Family("gemma3_text", "Gemma3ForCausalLM", "Gemma3TextConfig", notes=WINDOW, refuse=refuse_gemma3),
         Family("glm4", "Glm4ForCausalLM", "Glm4Config"),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            "Qwen3MoeConfig",
+            notes=WINDOW,
+            refuse=refuse_qwen3_moe,
+            stacked=EXPERTS_APART,
+        ),
     )
 }
 
@@ -95,8 +134,8 @@ POSITIONS = "absolute or bias positions in place of rotary ones: not yet"
 REFUSED: dict[str, str] = {
     model_type: reason
     for reason, model_types in {
-        SOFTCAP: "gemma2 vaultgemma",
-        EXPERTS: "mixtral qwen2_moe qwen3_moe olmoe phimoe granitemoe granitemoeshared dbrx jetmoe ernie4_5_moe "
+        SOFTCAP: "vaultgemma",
+        EXPERTS: "mixtral qwen2_moe olmoe phimoe granitemoe granitemoeshared dbrx jetmoe ernie4_5_moe "
         "glm4_moe dots1 hunyuan_v1_moe flex_olmo minimax_m2 afmoe solar_open exaone_moe",
         ENCODER: "bert roberta xlm-roberta camembert distilbert albert electra deberta deberta-v2 modernbert "
         "nomic_bert mpnet longformer big_bird eurobert esm",
@@ -118,10 +157,10 @@ REFUSED: dict[str, str] = {
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def common_refusal(config: dict) -> str | None:
-    """Why a configuration cannot be converted whatever its family, or None.
+def common_refusal(config: dict, family: Family | None = None) -> str | None:
+    """Why a configuration cannot be converted, apart from its family's own rule; None when it can.
 
-    config: the fields of config.json, or of ``config.to_dict()``.
+    config: the fields of config.json, or of ``config.to_dict()``. family: None for one without an entry.
     """
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
@@ -130,14 +169,14 @@ def common_refusal(config: dict) -> str | None:
         return ENCODER_DECODER
     if config.get("add_cross_attention"):
         return "cross-attention"
-    if config.get("attn_logit_softcapping"):
+    if config.get("attn_logit_softcapping") and not (family and family.softmax == "eager"):
         return SOFTCAP
     if config.get("attention_chunk_size"):
         return "attention in chunks"
     if config.get("is_causal") is False:
         return ENCODER
     for field in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if (config.get(field) or 0) > 1:
+        if (config.get(field) or 0) > 1 and not (family and family.stacked):
             return EXPERTS
     unknown = sorted(set(config.get("layer_types") or ()) - LAYER_TYPES)
     if unknown:
@@ -175,7 +214,7 @@ def family_of(config: Any) -> Family:
         )
     family = FAMILIES.get(model_type)
     if family is not None:
-        reason = common_refusal(fields) or family.refuse(fields)
+        reason = common_refusal(fields, family) or family.refuse(fields)
     elif model_type in REFUSED:
         reason = REFUSED[model_type]
     elif fields.get("vision_config") or fields.get("audio_config"):

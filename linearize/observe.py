@@ -1,12 +1,12 @@
 """What goes on inside one decoder layer: the attention's input, q, k, v, head outputs and output."""
 
 import copy
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 IMPLEMENTATION = "linearize_observe"
 
@@ -31,8 +31,11 @@ class _Enough(Exception):
     """Leaves a decoder layer after its attention."""
 
 
-def _attend(module, query, key, value, attention_mask, *, seen: dict, scaling: float, **kwargs):
-    out, weights = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+def _attend(module, query, key, value, attention_mask, *, seen: dict, scaling: float, softmax: str, **kwargs):
+    # Every family brings its eager attention in the file that its attention module is from.
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(softmax, eager)
+    out, weights = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     seen.update(q=query.transpose(1, 2), k=key.transpose(1, 2), v=value.transpose(1, 2), heads=out, scale=scaling)
     return out, weights
 
@@ -54,7 +57,7 @@ def observe(layer: nn.Module, hidden: Tensor, kwargs: dict, *, attention_only: b
 
     def before(module, args, given):
         seen["x"] = given["hidden_states"] if "hidden_states" in given else args[0]
-        return args, {**given, "seen": seen}
+        return args, {**given, "seen": seen, "softmax": config._attn_implementation}
 
     def after(module, args, output):
         seen["output"] = output[0]

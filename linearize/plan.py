@@ -20,7 +20,7 @@ from linearize.errors import UsageError, UserError, one_line
 from linearize.families import Family, family_of
 from linearize.mixers import MIXERS, HeadShape
 from linearize.recipe import Recipe
-from linearize.teacher import open_teacher
+from linearize.teacher import open_teacher, stored_shapes
 
 LENGTHS = (1024, 8192, 32768)  # tokens at which the caches are compared
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors names
@@ -226,7 +226,7 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     config, family = source.config, family_of(source.config)
     with torch.device("meta"):
         model = family.causal_lm_class()(config)
-    _check_tensors(source, model)
+    _check_tensors(source, model, family)
     blocks = model.model.layers
     shape = HeadShape.from_config(config)
     specs = recipe.mixer_specs(len(blocks))
@@ -317,18 +317,18 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _check_tensors(source: Source, model: nn.Module) -> None:
+def _check_tensors(source: Source, model: nn.Module, family: Family) -> None:
     """UserError when the headers lack a weight of the model or have it in another shape."""
     if source.shapes is None:
         return
     tied = model.all_tied_weights_keys
     partner = {**tied, **{origin: name for name, origin in tied.items()}}
-    for name, tensor in model.state_dict().items():
+    for name, shape in stored_shapes(model, family).items():
         found = source.shapes.get(name, source.shapes.get(partner.get(name)))
         if found is None:
             raise UserError("the checkpoint lacks a tensor", value=source.model, fix=f"there is no {name}")
-        if found != tuple(tensor.shape):
-            shapes = f"{list(found)}, and config.json asks for {list(tensor.shape)}"
+        if found != shape:
+            shapes = f"{list(found)}, and config.json asks for {list(shape)}"
             raise UserError("a tensor does not fit config.json", value=source.model, fix=f"{name} is {shapes}")
 
 

@@ -20,6 +20,7 @@ import torch.distributed
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicCache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from linearize.errors import UserError
 from linearize.families import FAMILIES, Family, family_of
@@ -391,6 +392,10 @@ def check_transformers(version: str) -> None:
 def register() -> None:
     """Make transformers' Auto classes know the students; called when this module is imported."""
     check_transformers(importlib.metadata.version("transformers"))
+    for family in FAMILIES.values():
+        # How transformers puts together the experts that a checkpoint holds apart goes by model_type.
+        if mapping := get_checkpoint_conversion_mapping(family.model_type):
+            register_checkpoint_conversion_mapping(family.student_type, mapping, overwrite=True)
     for model_type, config in CONFIGS.items():
         AutoConfig.register(model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, MODELS[model_type], exist_ok=True)

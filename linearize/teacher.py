@@ -141,10 +141,15 @@ class Teacher:
                 self.tokenizer.save_pretrained(out)
 
     def runner(
-        self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, attn_implementation: str = "sdpa"
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        attn_implementation: str | None = None,
     ) -> BlockRunner:
-        """A BlockRunner on `device` in `dtype` (None: as stored)."""
-        return BlockRunner(self, torch.device(device), dtype or self.dtype, attn_implementation)
+        """A BlockRunner on `device` in `dtype` (None: as stored); attn_implementation: None for the family's."""
+        return BlockRunner(
+            self, torch.device(device), dtype or self.dtype, attn_implementation or self.family.softmax
+        )
 
 
 def open_teacher(
@@ -234,7 +239,7 @@ def _check_weights(tensors: TensorIndex, family: Family, config, source: str) ->
     """
     with torch.device("meta"), initialization.no_init_weights():
         model = family.causal_lm_class()(copy.deepcopy(config))
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wanted = stored_shapes(model, family)
     partner = _tied_partners(model)
     ignored = [r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())]
     unexpected = [name for name in tensors.names() if name not in wanted]
@@ -257,6 +262,14 @@ def _check_weights(tensors: TensorIndex, family: Family, config, source: str) ->
     if found:
         raise UserError(f"the weights of {source} do not fit its config.json: {'; '.join(found)}")
     return tensors.without(dropped)
+
+
+def stored_shapes(model: nn.Module, family: Family) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in a checkpoint of `model`, tied ones under each of their names."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in model.state_dict().items():
+        shapes |= family.stored(name, tensor.shape)
+    return shapes
 
 
 def _tied_partners(model: nn.Module) -> dict[str, str]:
@@ -523,6 +536,18 @@ class BlockRunner:
             raise UserError(f"tensor {name} of {file} holds NaN or infinite values", fix=COPY_AGAIN)
         return tensor
 
+    def _parameter(self, name: str, shape: torch.Size) -> Tensor:
+        """A weight of a layer, put together where the checkpoint holds it in parts."""
+        parts = self.teacher.family.stored(name, shape)
+        if list(parts) == [name]:
+            return self._weight(name)
+        whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+        rows, start = whole.view(-1, shape[-1]), 0
+        for part, (count, _) in parts.items():
+            rows[start : start + count] = self._weight(part)
+            start += count
+        return whole
+
     @contextmanager
     def block(self, i: int) -> Iterator[nn.Module]:
         """Decoder layer i with its weights, as the family's own module; `layer(hidden, **kwargs)` returns [N, T, d].
@@ -533,7 +558,7 @@ class BlockRunner:
         # The config is shared, not copied: attention modules of one model read the same one.
         layer = copy.deepcopy(self._layers[i], {id(self.config): self.config})
         prefix = self.teacher.family.layers_prefix.format(i=i)
-        state = {name: self._weight(prefix + name) for name in layer.state_dict()}
+        state = {name: self._parameter(prefix + name, tensor.shape) for name, tensor in layer.state_dict().items()}
         layer.load_state_dict(state, strict=True, assign=True)
         del state
         yield layer

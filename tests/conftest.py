@@ -68,6 +68,15 @@ TEACHERS: dict[str, tuple[str, dict]] = {
     "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
     "gemma3_text": ("gemma3_text", {"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
     "glm4": ("glm4", {"eos_token_id": 2}),
+    # Caps low enough to bend most logits.
+    "gemma2": (
+        "gemma2",
+        {"sliding_window": 6, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    ),
 }
 
 
@@ -174,7 +183,7 @@ class Toy(Mixer):
         init.zeros_(self.reference)
 
     @classmethod
-    def state_bytes(cls, shape):
+    def state_bytes(cls, shape, tokens=0):
         return 4 * shape.q_heads * (shape.value_dim + 1)
 
     def forward(self, x, q, k, v, scale, *, segments, state=None, output_state=False):

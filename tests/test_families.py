@@ -34,10 +34,9 @@ def message(config) -> str:
 @pytest.mark.parametrize(
     ("model_type", "word"),
     [
-        ("gemma2", "soft-cap"),
+        ("vaultgemma", "soft-cap"),
         ("mixtral", "not yet"),
         ("qwen2_moe", "not yet"),
-        ("qwen3_moe", "not yet"),
         ("bert", "encoder"),
         ("roberta", "encoder"),
         ("t5", "encoder-decoder"),

@@ -478,9 +478,14 @@ def test_attention_is_called_with_the_teachers_q_k_v(name):
             group = self.shape.group
             k, v = (tensor.repeat_interleave(group, dim=2) for tensor in (k, v))
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2), None
+            logits = scale * q @ k.mT
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
+            logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), float("-inf"))
+            return (logits.softmax(-1) @ v).transpose(1, 2), None
 
     teacher = teacher_model(name)
+    cap = getattr(teacher.config, "attn_logit_softcapping", None)
     model = make_student(teacher, dict.fromkeys(range(4), TOY))
     for layer in model.model.layers:
         layer.self_attn.mixer.__class__ = Softmax

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from linearize import teacher as teacher_module
 from linearize.checkpoint import ShardWriter, TensorIndex
 from linearize.errors import UsageError, UserError
+from linearize.families import FAMILIES
 from linearize.teacher import open_teacher
 
 IDS = torch.randint(4, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -53,9 +54,11 @@ def run_blocks(runner, ids, positions):
     return hidden
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, attention) for name in TEACHERS for attention in sorted({"eager", FAMILIES[TEACHERS[name][0]].softmax})],
+)
 @pytest.mark.parametrize("positions", [None, PACKED], ids=["whole", "packed"])
-@pytest.mark.parametrize("name", TEACHERS)
 @torch.no_grad()
 def test_blocks_give_the_logits_of_the_model_bit_for_bit(teacher_folder, name, positions, attention):
     model = copy.deepcopy(teacher_model(name))
@@ -242,9 +245,9 @@ def test_rotary_buffers_of_old_checkpoints_are_left_out(folder):
 
 def test_support_is_decided_before_weights_are_looked_at(folder, monkeypatch):
     path = folder()
-    edit_json(path / "config.json", model_type="gemma2")
+    edit_json(path / "config.json", model_type="vaultgemma")
     monkeypatch.setattr(TensorIndex, "open", lambda folder: pytest.fail("weights were opened"))
-    with pytest.raises(UserError, match="'gemma2' is not supported.*soft-caps"):
+    with pytest.raises(UserError, match="'vaultgemma' is not supported.*soft-caps"):
         open_teacher(str(path))
     edit_json(path / "config.json", model_type="llama", quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(UserError, match="quantised \\(gptq\\)"):
