@@ -132,6 +132,8 @@ FAMILIES = {
     "phi3": (torch.float32, {"convert_mixer": "0=gdn-standard,rest=gdn"}),
     "gemma3_text": (torch.float32, {}),
     "glm4": (torch.float32, {"align_tokens": 0}),
+    "gemma2": (torch.float32, {"convert_keep_softmax": "0-1"}),
+    "qwen3_moe": (torch.bfloat16, {"run_max_shard_size": 30_000}),
 }
 
 
