@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from linearize import __version__
 from linearize.align import Step, align_layer
-from linearize.calibrate import Sample, calibrate_gdn
+from linearize.calibrate import calibrate_layer
 from linearize.card import model_card
 from linearize.checkpoint import RunState, atomic_write_text, format_bytes
 from linearize.console import Console
 from linearize.data import Rows, bundled_documents, content_hash, pack_rows, read_documents, self_text, split_documents
 from linearize.errors import UserError
 from linearize.evaluate import continue_text, perplexity
-from linearize.mixers import HeadShape, MixedAttention, Segments, build_mixer
+from linearize.mixers import HeadShape, MixedAttention, Sample, Segments, build_mixer
 from linearize.observe import observe
 from linearize.plan import Plan, plan_model
 from linearize.recipe import Recipe
@@ -252,16 +252,17 @@ def _convert_layer(
     """Calibrate and align one layer; returns its record."""
     record = {"layer": i, "kind": mixed.mixer.kind}
     began = time.monotonic()
-    if mixed.mixer.kind == "gdn":
+    if mixed.mixer.calibrated:
         with console.stage(f"calibrate {label}", calibration.rows.tokens) as bar:
             # Half of what chooses is held out, so that it takes two batches at least.
             samples = _samples(runner, i, layer, calibration, min(batch, recipe.calibrate.select_tokens // 2))
             per_batch = samples[0].q.shape[0] * samples[0].q.shape[1]
-            ladder = calibrate_gdn(
+            ladder = calibrate_layer(
                 mixed, samples, layer.self_attn.scaling, -(-recipe.calibrate.select_tokens // per_batch)
             )
-            bar.advance(calibration.rows.tokens, error=ladder.full)
-        record["ladder"] = ladder.as_dict()
+            bar.advance(calibration.rows.tokens, error=ladder.pooled["output"])
+        record["ladder"] = {name: round(error, 4) for name, error in ladder.pooled.items()}
+        record["heads"] = {name: [round(e, 4) for e in errors] for name, errors in ladder.heads.items()}
     record["calibrate_seconds"] = round(time.monotonic() - began, 2)
     if alignment is not None:
         began = time.monotonic()

@@ -54,12 +54,19 @@ class LayerPlan:
     kv_bytes_per_token: int
     window: int | None
     state_bytes: int
+    state_bytes_per_token: int  # 0 but for a mixer that keeps something of every token
 
     def cache_bytes(self, tokens: int, converted: bool) -> int:
         """Bytes this layer holds of a sequence of `tokens`, as the teacher has it or as the student will."""
         if converted and self.state_bytes:
-            return self.state_bytes
+            return self.state_bytes + tokens * self.state_bytes_per_token
         return self.kv_bytes_per_token * min(tokens, self.window or tokens)
+
+    @property
+    def breaks_even(self) -> int | None:
+        """Tokens from which on the converted layer holds no more than the teacher's; None if there are none."""
+        saved = self.kv_bytes_per_token - self.state_bytes_per_token
+        return -(-self.state_bytes // saved) if self.state_bytes and saved > 0 else None
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class Plan:
                     at.mixer_parameters or None,
                     at.kv_bytes_per_token,
                     at.state_bytes or None,
-                    -(-at.state_bytes // at.kv_bytes_per_token) or None,
+                    at.breaks_even,
                 )
                 for at in self.layers
             ],
@@ -293,11 +300,12 @@ def _layer(
     window = getattr(config, "sliding_window", None)
     if kinds and kinds[i] != "sliding_attention":
         window = None
-    mixer_parameters = state = 0
+    mixer_parameters = state = growth = 0
     if spec is not None:
         options = {name: value for name, value in spec.items() if name != "kind"}
         mixer = MIXERS[spec["kind"]]
         state = mixer.state_bytes(shape, **options)
+        growth = mixer.state_bytes(shape, tokens=1, **options) - state
         with torch.device("meta"):
             mixer_parameters = _count(mixer(shape, **options))
     now = f"softmax, window {window}" if window else "softmax"
@@ -310,6 +318,7 @@ def _layer(
         kv_bytes_per_token=itemsize * shape.kv_heads * (shape.key_dim + shape.value_dim),
         window=window,
         state_bytes=state,
+        state_bytes_per_token=growth,
     )
 
 

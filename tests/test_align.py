@@ -10,9 +10,9 @@ from conftest import generator, teacher_model
 from torch import Tensor
 
 from linearize.align import Step, align_layer, learning_rate, relative_error
-from linearize.calibrate import Sample, calibrate_gdn
+from linearize.calibrate import calibrate_layer
 from linearize.errors import UserError
-from linearize.mixers import MIXERS, HeadShape, Segments, build_mixer
+from linearize.mixers import MIXERS, HeadShape, Sample, Segments, build_mixer
 from linearize.observe import observe
 from linearize.recipe import Align
 
@@ -38,7 +38,7 @@ def mixed_layer(kind: str, calibrated: bool = False):
     attn = model.model.layers[1].self_attn
     mixed = build_mixer(copy.deepcopy(attn), {"kind": kind}, 1, HeadShape.from_config(model.config))
     if calibrated:
-        calibrate_gdn(mixed, [sample for _, sample in batches()], attn.scaling, 3)
+        calibrate_layer(mixed, [sample for _, sample in batches()], attn.scaling, 3)
     return mixed
 
 

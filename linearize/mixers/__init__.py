@@ -2,8 +2,9 @@
 
 from torch import nn
 
-from linearize.mixers.base import HeadShape, MixedAttention, Mixer, Segments
+from linearize.mixers.base import HeadShape, MixedAttention, Mixer, Sample, Segments
 from linearize.mixers.gdn import GDN
+from linearize.mixers.gdn_native import NativeGDN
 from linearize.mixers.gdn_standard import StandardGDN
 
 MIXERS: dict[str, type[Mixer]] = {cls.kind: cls for cls in (GDN, StandardGDN)}
@@ -18,4 +19,4 @@ def build_mixer(attn: nn.Module, spec: dict, layer_idx: int, shape: HeadShape) -
     return MixedAttention(attn, MIXERS[kind](shape, **options), layer_idx)
 
 
-__all__ = ["MIXERS", "GDN", "HeadShape", "MixedAttention", "Mixer", "Segments", "StandardGDN", "build_mixer"]
+__all__ = ["MIXERS", "GDN", "HeadShape", "MixedAttention", "Mixer", "Sample", "Segments", "StandardGDN", "build_mixer"]

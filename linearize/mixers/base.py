@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -26,6 +27,7 @@ class HeadShape:
     kv_heads: int
     key_dim: int
     value_dim: int
+    norm_eps: float = 1e-6  # of the model's own norms
 
     @property
     def group(self) -> int:
@@ -37,7 +39,8 @@ class HeadShape:
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        return cls(config.hidden_size, heads, kv_heads, head_dim, head_dim)
+        eps = getattr(config, "rms_norm_eps", cls.norm_eps)
+        return cls(config.hidden_size, heads, kv_heads, head_dim, head_dim, eps)
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,48 @@ class Segments:
     reset: Tensor | None = None
 
 
-class Mixer(nn.Module):
-    """Replacement of ``softmax(scale q k^T) v``: a recurrence over tokens with a constant-size state.
+@dataclass
+class Sample:
+    """One batch of calibration text at one layer.
 
-    A subclass sets :attr:`kind`, holds its own parameters in fp32 and implements :meth:`forward` and
-    :meth:`state_bytes`. It never sees files, configs or cache objects.
+    x: [B, T, hidden] normed input, q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, Hk, V]: the student's, on the student's
+    hidden states. heads [B, T, Hq, V] and output [B, T, hidden]: the teacher's head outputs and attention output on
+    the same tokens and the teacher's hidden states.
+    """
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: Tensor
+    output: Tensor
+    segments: Segments
+
+    @property
+    def real(self) -> Tensor:
+        """[B, T] bool, True on real tokens."""
+        mask = self.segments.mask
+        return torch.ones(self.q.shape[:2], dtype=torch.bool, device=self.q.device) if mask is None else mask.bool()
+
+
+class Mixer(nn.Module):
+    """Replacement of ``softmax(scale q k^T) v``: a recurrence over tokens.
+
+    A subclass sets :attr:`kind`, holds its own parameters in fp32 and implements :meth:`forward`,
+    :meth:`reset_parameters` and :meth:`state_bytes`; one that is derived from the softmax implements :meth:`start`. It
+    never sees files, configs or cache objects.
     """
 
     kind: ClassVar[str]
+    calibrated: ClassVar[bool] = True  # False: no start and no refit of the output projection, as the control has it
+    own_projections: ClassVar[bool] = False  # True: works from x alone and is given no q, k, v
     shape: HeadShape
+
+    def adopt(self, attn: nn.Module) -> None:
+        """Take over, and remove from the teacher's attention module, what becomes the mixer's own; mostly nothing.
+
+        Called once, when the mixer takes its place. The output projection stays where it is.
+        """
 
     def forward(
         self,
@@ -87,9 +123,22 @@ class Mixer(nn.Module):
         """Set every own parameter to its uncalibrated start with ``transformers.initialization`` functions only."""
         raise NotImplementedError
 
+    def start(self, samples: list[Sample], scale: float, select: int) -> dict[str, list[float]]:
+        """Set the own parameters in closed form from the teacher; called without gradients.
+
+        samples: text in order; the first ``select`` of them, at least two, choose and fit, half of them held out.
+        Returns the error ladder, rung by rung: the relative RMS error of every query head's output on the held-out
+        samples, the last rung "full" being the mixer as it then is; {} for a mixer whose parameters stay as they are.
+        """
+        return {}
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """The own parameters by purpose, each exactly once, so that training can give groups rates of their own."""
+        return {"mixer": list(self.parameters())}
+
     @classmethod
-    def state_bytes(cls, shape: HeadShape, **options) -> int:
-        """Bytes of state per sequence and layer."""
+    def state_bytes(cls, shape: HeadShape, tokens: int = 0, **options) -> int:
+        """Bytes of state per sequence and layer after ``tokens`` tokens; most mixers hold the same at any length."""
         raise NotImplementedError
 
 
@@ -104,7 +153,8 @@ AttentionInterface.register(IMPLEMENTATION, _call_mixer)
 class MixedAttention(nn.Module):
     """Takes the place of ``self_attn``: the teacher's attention module with a mixer where its softmax was.
 
-    Parameters: ``attn.*`` are the teacher's, name for name; ``mixer.*`` are the mixer's own, in fp32.
+    Parameters: ``attn.*`` are the teacher's, name for name; ``mixer.*`` are the mixer's own, in fp32. Of a mixer with
+    projections of its own only ``attn.o_proj`` is left.
     """
 
     def __init__(self, attn: nn.Module, mixer: Mixer, layer_idx: int):
@@ -112,6 +162,7 @@ class MixedAttention(nn.Module):
         # A copy, so that the softmax layers of the same model keep their own implementation.
         attn.config = copy.copy(attn.config)
         attn.config._attn_implementation = IMPLEMENTATION
+        mixer.adopt(attn)
         self.attn = attn
         self.mixer = mixer
         self.layer_idx = layer_idx
@@ -135,7 +186,7 @@ class MixedAttention(nn.Module):
         layer = None if cache is None else cache.layers[self.layer_idx]
         new_state = None
 
-        def core(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        def core(q: Tensor | None, k: Tensor | None, v: Tensor | None, scale: float) -> Tensor:
             nonlocal new_state
             o, new_state = self.mixer(
                 hidden_states,
@@ -149,16 +200,19 @@ class MixedAttention(nn.Module):
             )
             return o
 
-        kwargs.pop("use_cache", None)
-        out, _ = self.attn(
-            hidden_states,
-            position_embeddings=position_embeddings,
-            attention_mask=None,
-            cache=None,
-            position_ids=position_ids,
-            mixer_core=core,
-            **kwargs,
-        )
+        if self.mixer.own_projections:
+            out = self.attn.o_proj(core(None, None, None, 1.0).flatten(2))
+        else:
+            kwargs.pop("use_cache", None)
+            out, _ = self.attn(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=None,
+                cache=None,
+                position_ids=position_ids,
+                mixer_core=core,
+                **kwargs,
+            )
         if layer is not None:
             layer.advance(hidden_states.shape[1], **new_state)
         return out, None

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from linearize.mixers.base import Segments
 
+LIMIT = 30.0  # of log e_t and log r_t: far beyond any useful value, and far below where fp32 overflows to inf * 0
+FLOOR = -80.0  # of log alpha_t: leaves 2e-35 of the state, and keeps sums over a chunk small enough to be exact
+
 
 def tilt(k: Tensor, reference: Tensor, scale: float) -> Tensor:
     """Log write weight of the tilted expansion, ``scale * r_h . k_t`` (derivation.md §2).
@@ -185,3 +188,18 @@ def mix_heads(x: Tensor, weight: Tensor) -> Tensor:
 def forgetting(logit: Tensor) -> Tensor:
     """log lambda = -softplus(logit), so 0 < lambda <= 1 (derivation.md §5)."""
     return -F.softplus(logit)
+
+
+def delta_arguments(at: Strengths, log_exponent, log_erase, rho2: Tensor, balance: Tensor):
+    """Arguments of the gated delta rule on centred keys (derivation.md §4, §5, stable form).
+
+    With the previous-mean centred key of squared norm rho2, ``n_t^2 = c_h^2 (1 - b_t)^2 rho2``, the proximal step
+    erases with ``beta_t n_t^2 / (1 + ...)`` per unit key; written on the raw centred key, so that nothing is 0/0:
+    ``a = b (1-b) r``, ``s = a c_h^2 rho2``, erase ``a c_h^2 / (1 + s)``, gain ``a c_h / (1 + s)``.
+    All [B, T, H]; balance: [H] = c_h; log_exponent, log_erase: log e_t and log r_t. Returns (log decay, erase, gain).
+    """
+    zero = torch.zeros((), dtype=rho2.dtype, device=rho2.device)
+    a = torch.where(at.live, (at.log_strength + at.log_keep + log_erase).exp(), zero)
+    shrink = a / (1 + a * balance.square() * rho2)
+    log_decay = (log_exponent.exp() * at.log_keep).clamp(min=FLOOR)
+    return log_decay, shrink * balance.square(), shrink * balance

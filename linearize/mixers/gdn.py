@@ -1,15 +1,19 @@
 """Gated DeltaNet that starts from the minimum-error expansion of the teacher's softmax (derivation.md §2-§6)."""
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from linearize_kernels import centre, gated_delta, log_norm, running_mean
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from linearize.mixers.base import HeadShape, Mixer, Segments
+from linearize.mixers.base import HeadShape, Mixer, Sample, Segments
 from linearize.mixers.expansion import (
+    LIMIT,
     Layout,
-    Strengths,
+    delta_arguments,
     first_value,
     forget_logit,
     forgetting,
@@ -19,24 +23,41 @@ from linearize.mixers.expansion import (
     strengths,
     tilt,
 )
+from linearize.mixers.fit import Points, fit_readout
 
-LIMIT = 30.0  # of log e_t and log r_t: far beyond any useful value, and far below where fp32 overflows to inf * 0
-FLOOR = -80.0  # of log alpha_t: leaves 2e-35 of the state, and keeps sums over a chunk small enough to be exact
+ERASES = (0.01, 0.3, 1.0)  # c_h^2 as a multiple of the balanced value; near 0 is VaLA, 1 is GDN
+SEARCH_ERASE = 0.3  # while tilt and forgetting are chosen
 
 
-def delta_arguments(at: Strengths, log_exponent, log_erase, rho2: Tensor, balance: Tensor):
-    """Arguments of the gated delta rule on centred keys (derivation.md §4, §5, stable form).
+def erased_terms(
+    scale: float, sample: Sample, points: Points, erases: Sequence[float], log_balance: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A_t^T q'_t of the gated delta rule at every point and erase scale (derivation.md §4), a :data:`fit.Memory`.
 
-    With the previous-mean centred key of squared norm rho2, ``n_t^2 = c_h^2 (1 - b_t)^2 rho2``, the proximal step
-    erases with ``beta_t n_t^2 / (1 + ...)`` per unit key; written on the raw centred key, so that nothing is 0/0:
-    ``a = b (1-b) r``, ``s = a c_h^2 rho2``, erase ``a c_h^2 / (1 + s)``, gain ``a c_h / (1 + s)``.
-    All [B, T, H]; balance: [H] = c_h; log_exponent, log_erase: log e_t and log r_t. Returns (log decay, erase, gain).
+    log_balance: [H, P], the balanced ``log c_h``, or None to measure it on this batch.
     """
+    layout = Layout.of(sample.q, sample.segments)
+    cu, heads = layout.cu_seqlens, points.forget.shape[0]
+    write, forget = points.weights(sample, layout, scale)
+    log_z = log_norm(write, forget, cu_seqlens=cu)
+    kd, vd, _, rho2, _ = centre(layout.pack(sample.k), layout.pack(sample.v), write, forget, log_z, cu_seqlens=cu)
+    at = strengths(write, forget, log_z, layout, None)
+    query = scale * (sample.q[:, :, :, None] - points.reference)  # [B, T, H, P, K]
+    if log_balance is None:
+        # c_h^2 = E|s (q - r)| / E|k - kbar|, where k - kbar = (1 - b) kd.
+        reach = query[sample.real].norm(dim=-1).mean(0)
+        spread = torch.where(at.live, (at.log_keep + 0.5 * rho2.clamp(min=1e-30).log()).exp(), 0.0)
+        spread = layout.unpack(spread)[sample.real].mean(0).view(heads, -1)
+        log_balance = 0.5 * (reach.clamp(min=1e-12) / spread.clamp(min=1e-12)).log()
+    query = layout.pack(query.flatten(2, 3))
     zero = torch.zeros((), dtype=rho2.dtype, device=rho2.device)
-    a = torch.where(at.live, (at.log_strength + at.log_keep + log_erase).exp(), zero)
-    shrink = a / (1 + a * balance.square() * rho2)
-    log_decay = (log_exponent.exp() * at.log_keep).clamp(min=FLOOR)
-    return log_decay, shrink * balance.square(), shrink * balance
+    out = []
+    for erase in erases:
+        balance = log_balance.flatten().exp() * erase**0.5
+        log_decay, beta, gain = delta_arguments(at, zero, zero, rho2, balance)
+        o, _ = gated_delta(query / balance[:, None], kd, vd, log_decay, beta, gain=gain, scale=1.0, cu_seqlens=cu)
+        out.append(layout.unpack(o)[sample.real].unflatten(1, points.forget.shape))
+    return torch.stack(out, 3).flatten(2, 3), log_balance
 
 
 class GDN(Mixer):
@@ -87,11 +108,36 @@ class GDN(Mixer):
         init.ones_(self.read_state)
 
     @classmethod
-    def state_bytes(cls, shape: HeadShape, *, taps: int = 4, time_scales: int = 3) -> int:
+    def state_bytes(cls, shape: HeadShape, tokens: int = 0, *, taps: int = 4, time_scales: int = 3) -> int:
         heads, kv, key, value = shape.q_heads, shape.kv_heads, shape.key_dim, shape.value_dim
         means = key + value + 1 + time_scales * (value + 1)
         counter = 8  # `seen` is an int64
         return 4 * (heads * (key * value + means) + kv * value * taps) + counter
+
+    def start(self, samples: list[Sample], scale: float, select: int) -> dict[str, list[float]]:
+        """Choose r, forgetting, erase scale and time scales, and fit the readout (§6); gate weights stay zero (§5)."""
+        fit = fit_readout(
+            samples,
+            scale,
+            select,
+            partial(erased_terms, scale),
+            taps=self.taps,
+            time_scales=self.time_scales,
+            knobs=ERASES,
+            search=SEARCH_ERASE,
+            derived={"vala": ERASES[0], "gdn": 1.0},
+        )
+        self.reference.copy_(fit.reference)
+        self.log_balance.copy_(fit.measured + 0.5 * fit.knob.log())
+        self.gates.bias.view(4, -1)[3].copy_(fit.forget)
+        self.read_mean.copy_(fit.mean)
+        self.read_state.copy_(fit.state)
+        self.read_taps.copy_(fit.taps)
+        self.read_sink.copy_(fit.sink)
+        self.read_scales.copy_(fit.scales)
+        self.scale_reference.copy_(fit.scale_points.reference)
+        self.scale_forget.copy_(fit.scale_points.forget)
+        return fit.ladder
 
     def gate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Data-dependent residuals of §5: (log e, log r, write residual, forgetting logit), each [B, T, H]."""

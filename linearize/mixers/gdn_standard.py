@@ -23,6 +23,7 @@ class StandardGDN(Mixer):
     """
 
     kind = "gdn-standard"
+    calibrated = False
 
     def __init__(self, shape: HeadShape):
         super().__init__()
@@ -38,7 +39,7 @@ class StandardGDN(Mixer):
         init.constant_(self.log_rate, -math.log(HALF_LIFE))
 
     @classmethod
-    def state_bytes(cls, shape: HeadShape) -> int:
+    def state_bytes(cls, shape: HeadShape, tokens: int = 0) -> int:
         return 4 * shape.q_heads * shape.key_dim * shape.value_dim
 
     def forward(
