@@ -446,14 +446,17 @@ def build_student(
 ATTENTION_NAME = re.compile(r"(model\.layers\.(\d+)\.self_attn\.)(.+)")
 
 
-def student_name(teacher_name: str, layers: Container[int]) -> str:
-    """Name in the student of a teacher's tensor: ``self_attn.X`` becomes ``self_attn.attn.X`` in converted `layers`.
+def student_name(teacher_name: str, mixers: Mapping[int, Mapping]) -> str | None:
+    """Name in the student of a teacher's tensor: ``self_attn.X`` becomes ``self_attn.attn.X`` in converted layers.
 
-    Every tensor of the teacher is in the student, under this name.
+    mixers: ``{"kind": ...}`` by layer. None for a tensor that the student does not have, because a mixer with
+    projections of its own has taken its place; every other tensor of the teacher is in the student, under this name.
     """
     match = ATTENTION_NAME.fullmatch(teacher_name)
-    if match is None or int(match[2]) not in layers:
+    if match is None or int(match[2]) not in mixers:
         return teacher_name
+    if MIXERS[mixers[int(match[2])]["kind"]].own_projections and not match[3].startswith("o_proj."):
+        return None
     return f"{match[1]}attn.{match[3]}"
 
 

@@ -115,7 +115,8 @@ def teacher_model(name: str):
 def make_student(teacher, mixers: dict[int, dict], seed: int = 1):
     """The teacher with the mixers in place, their parameters away from every neutral value."""
     student = build_student(teacher.config, {"mixers": mixers})
-    tensors = {student_name(name, mixers): tensor for name, tensor in teacher.state_dict().items()}
+    names = {name: student_name(name, mixers) for name in teacher.state_dict()}
+    tensors = {names[name]: tensor for name, tensor in teacher.state_dict().items() if names[name] is not None}
     missing, unexpected = student.load_state_dict(tensors, strict=False)
     assert not unexpected and set(missing) == set(mixer_tensors(student.config))
     for i in mixers:

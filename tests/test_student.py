@@ -540,7 +540,7 @@ def test_names_and_mixer_tensors_are_exact(name):
     assert names | set(extra) == set(state) and not names & set(extra)
     assert all(state[n].shape == shape and state[n].dtype == torch.float32 for n, shape in extra.items())
     assert all(tensor.is_meta for tensor in state.values())
-    assert student_name("model.layers.1.self_attn.q_proj.weight", {2}) == "model.layers.1.self_attn.q_proj.weight"
+    assert student_name("model.layers.1.self_attn.q_proj.weight", {2: TOY}) == "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from linearize.mixers.gdn import GDN
 from linearize.mixers.gdn_native import NativeGDN
 from linearize.mixers.gdn_standard import StandardGDN
 
-MIXERS: dict[str, type[Mixer]] = {cls.kind: cls for cls in (GDN, StandardGDN)}
+MIXERS: dict[str, type[Mixer]] = {cls.kind: cls for cls in (GDN, StandardGDN, NativeGDN)}
 
 
 def build_mixer(attn: nn.Module, spec: dict, layer_idx: int, shape: HeadShape) -> MixedAttention:
@@ -19,4 +19,15 @@ def build_mixer(attn: nn.Module, spec: dict, layer_idx: int, shape: HeadShape) -
     return MixedAttention(attn, MIXERS[kind](shape, **options), layer_idx)
 
 
-__all__ = ["MIXERS", "GDN", "HeadShape", "MixedAttention", "Mixer", "Sample", "Segments", "StandardGDN", "build_mixer"]
+__all__ = [
+    "MIXERS",
+    "GDN",
+    "HeadShape",
+    "MixedAttention",
+    "Mixer",
+    "NativeGDN",
+    "Sample",
+    "Segments",
+    "StandardGDN",
+    "build_mixer",
+]

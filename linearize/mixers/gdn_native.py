@@ -47,9 +47,13 @@ class NativeGDN(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Random projections, a convolution that does nothing, a half-life of 128 tokens, write strength 1/2."""
+        """Projections that pass on slices of the input, a convolution that does nothing, a half-life of 128 tokens,
+        write strength 1/2.
+        """
+        hidden = self.shape.hidden
         for linear in (self.in_proj_qkv, self.in_proj_z):
-            init.normal_(linear.weight, std=self.shape.hidden**-0.5)
+            rows = len(linear.weight)
+            init.copy_(linear.weight, torch.eye(hidden).repeat(-(-rows // hidden), 1)[:rows])
         for linear in (self.in_proj_b, self.in_proj_a):
             init.zeros_(linear.weight)
         identity = torch.zeros(self.conv1d.weight.shape)
@@ -88,8 +92,7 @@ class NativeGDN(Mixer):
     @classmethod
     def state_bytes(cls, shape: HeadShape, tokens: int = 0) -> int:
         heads, key, value = shape.q_heads, shape.key_dim, shape.value_dim
-        counter = 8  # `seen` is an int64
-        return 4 * heads * (key * value + (KERNEL - 1) * (2 * key + value)) + counter
+        return 4 * heads * (key * value + (KERNEL - 1) * (2 * key + value))
 
     def forward(
         self,
