@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from linearize.checkpoint import format_bytes
 from linearize.console import Console, format_count
-from linearize.data import read_documents
+from linearize.data import check_sources
 from linearize.errors import UsageError, UserError, one_line
 from linearize.families import Family, family_of
 from linearize.mixers import MIXERS, HeadShape
@@ -160,8 +160,7 @@ class Plan:
 def plan_model(model: str, recipe: Recipe) -> Plan:
     """The plan of `linearize convert MODEL`. Raises UserError for whatever would stop it from starting."""
     check_device(recipe.run.device)
-    if recipe.data.source not in ("bundled", "self"):
-        read_documents(recipe.data.source)
+    check_sources(recipe.data.source)
     return make_plan(read_source(model, recipe), recipe)
 
 

@@ -9,7 +9,7 @@ import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from linearize import data
+from linearize.data import rows as data
 from linearize.data import Rows, bundled_documents, content_hash, pack_rows, read_documents, self_text, split_documents
 from linearize.errors import UserError
 
@@ -97,7 +97,8 @@ def test_reading_is_lazy(tmp_path):
         ("a.txt.gz", b"plain", "damaged.*a.txt.gz"),
         ("a.txt.gz", gzip.compress(b"some text " * 50, mtime=0)[:-12], "damaged.*a.txt.gz"),
         ("a.txt.zst", b"plain text", "damaged.*a.txt.zst"),
-        ("a.parquet", b"PAR1", "cannot be read.*a.parquet.*.jsonl"),
+        ("a.csv", b"text", "cannot be read.*a.csv.*.jsonl"),
+        ("a.parquet", b"PAR1", "parquet file is damaged.*a.parquet"),
     ],
 )
 def test_bad_files_are_user_errors(tmp_path, name, content, message):

@@ -1,0 +1,194 @@
+"""Documents into rows of token ids with known borders."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from linearize.data.holdout import cut
+from linearize.errors import UserError
+
+# Tokenisers are called on many documents at once (they use threads) but never on so many that reading runs far ahead.
+TOKENIZER_BATCH = 64
+# A longer document is cut at a line end first: tokenising a whole book to use its first page would be slow.
+LONGEST_DOCUMENT = 1_000_000
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed token ids.
+
+    ids [N, context] int64; positions [N, context] int64, restarting at 0 at the start of every row and document;
+    requested: how many tokens were asked for (None: all there are); dropped: how many tokens were read and filled no
+    row.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    requested: int | None = None
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def context(self) -> int:
+        """Tokens in a row."""
+        return self.ids.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all rows."""
+        return self.ids.numel()
+
+    @property
+    def shortfall(self) -> str | None:
+        """One line saying that the text gave fewer tokens than asked for, or None when it gave enough."""
+        if self.requested is None or self.tokens >= self.requested:
+            return None
+        return f"the text gives {self.tokens:,} tokens where {self.requested:,} were asked for; it is used once"
+
+    def batches(self, rows_per_batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (ids, positions) of up to `rows_per_batch` rows in order; the last batch may have fewer."""
+        if rows_per_batch < 1:
+            raise UserError("a batch needs at least one row", value=rows_per_batch, fix="raise the tokens per step")
+        if len(self):
+            yield from zip(self.ids.split(rows_per_batch), self.positions.split(rows_per_batch), strict=True)
+
+    def split(self, n: int) -> tuple["Rows", "Rows"]:
+        """Return the first `n` rows and the rest."""
+        if not 0 <= n <= len(self):
+            raise UserError("cannot take that many rows", value=n, fix=f"there are {len(self)}")
+        return Rows(self.ids[:n], self.positions[:n]), Rows(self.ids[n:], self.positions[n:])
+
+
+def content_hash(rows: Rows) -> str:
+    """Hash (hex, 128 bits) of shape, ids and positions: equal when two runs saw the same tokens in the same order."""
+    digest = hashlib.blake2b(repr(tuple(rows.ids.shape)).encode(), digest_size=16)
+    for tensor in (rows.ids, rows.positions):
+        digest.update(tensor.cpu().contiguous().to(torch.int64).numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def pack_rows(
+    documents: Iterable[str],
+    tokenizer,
+    context: int,
+    tokens: int | None = None,
+    *,
+    seed: int = 0,
+    long_only: bool = False,
+    shuffle: bool = True,
+) -> Rows:
+    """Tokenise documents in order and pack them into full rows of `context` tokens.
+
+    A document is cut into windows of `context` tokens; what is left of it shares rows with the remains of others, with
+    positions restarting at each border. Special tokens are the tokenizer's own habit (a BOS per document where it adds
+    one). Reading stops when `tokens` (rounded up to whole rows) are in hand; None takes everything. The last,
+    incomplete row is dropped, and `Rows.dropped` says how long it was. `long_only` keeps only full windows of a single
+    document. `shuffle` orders the rows by `seed`; the same input, tokenizer and seed give the same rows.
+
+    Raises UserError when there is not a single full row. Fewer rows than asked for are not an error: see
+    `Rows.shortfall`.
+    """
+    if tokens is not None and tokens < 1:
+        raise UserError("at least one token must be asked for", value=tokens, fix="ask for one context or more")
+    packer = Packer(context, long_only)
+    wanted = None if tokens is None else -(-tokens // context)
+    count = total = longest = 0
+    for ids in tokenised(documents, tokenizer):
+        count, total, longest = count + 1, total + len(ids), max(longest, len(ids))
+        packer.add(ids)
+        if wanted is not None and packer.rows >= wanted:
+            break
+    if not packer.rows:
+        if long_only and total >= context:
+            raise UserError(
+                f"no document has as many as {context} tokens",
+                value=f"the longest has {longest}",
+                fix="give longer documents or a shorter context",
+            )
+        raise UserError(
+            f"the text is shorter than one context of {context} tokens",
+            value=f"{total} tokens in {count} documents",
+            fix="give more text or a shorter context",
+        )
+    ids, positions = (tensor[:wanted] for tensor in packer.tensors())
+    if shuffle:
+        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
+        ids, positions = ids[order], positions[order]
+    return Rows(ids, positions, requested=tokens, dropped=total - ids.numel())
+
+
+def tokenised(documents: Iterable[str], tokenizer) -> Iterator[torch.Tensor]:
+    """Token ids [n] int64 of each document in order; a document of over a million characters comes in pieces."""
+    batch: list[str] = []
+
+    def flush() -> Iterator[torch.Tensor]:
+        if batch:
+            # verbose=False: rows are cut to the context below, so "longer than the maximum length" would mislead.
+            encoded = tokenizer(
+                batch,
+                add_special_tokens=True,
+                truncation=False,
+                padding=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+            for ids in encoded["input_ids"]:
+                yield torch.tensor(ids, dtype=torch.int64)
+            batch.clear()
+
+    for document in documents:
+        for piece in cut(document, LONGEST_DOCUMENT):
+            batch.append(piece)
+            if len(batch) == TOKENIZER_BATCH or len(piece) > LONGEST_DOCUMENT // TOKENIZER_BATCH:
+                yield from flush()
+    yield from flush()
+
+
+class Packer:
+    """Fills rows of `context` tokens: whole windows of a document as they come, the rest of it in a row with others.
+
+    `open` holds the pieces (token ids [n]) of the row that is being filled; each begins at position 0 there.
+    """
+
+    def __init__(self, context: int, long_only: bool = False):
+        if context < 2:
+            raise UserError("the context is too short", value=context, fix="use at least 2 tokens")
+        self.context, self.long_only = context, long_only
+        self.rows = 0
+        self.ids: list[torch.Tensor] = []  # each [n, context]
+        self.positions: list[torch.Tensor] = []
+        self.open: list[torch.Tensor] = []
+        self.used = 0
+
+    def add(self, ids: torch.Tensor) -> None:
+        """Add a document's token ids [n] int64."""
+        windows = len(ids) // self.context
+        if windows:
+            whole = ids[: windows * self.context].view(windows, self.context)
+            self._emit(whole, torch.arange(self.context).expand(windows, -1))
+        rest = ids[windows * self.context :]
+        while len(rest) and not self.long_only:
+            piece = rest[: self.context - self.used]
+            self.open.append(piece)
+            self.used += len(piece)
+            rest = rest[len(piece) :]
+            if self.used == self.context:
+                positions = torch.cat([torch.arange(len(part)) for part in self.open])
+                self._emit(torch.cat(self.open)[None], positions[None])
+                self.open, self.used = [], 0
+
+    def _emit(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        self.ids.append(ids)
+        self.positions.append(positions)
+        self.rows += len(ids)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, positions) [rows, context] int64 of all full rows so far."""
+        if not self.rows:
+            return torch.empty(0, self.context, dtype=torch.int64), torch.empty(0, self.context, dtype=torch.int64)
+        return torch.cat(self.ids), torch.cat(self.positions)
