@@ -123,6 +123,63 @@ def convert(model: ModelArg, out: OutArg, recipe: Recipe) -> None:
         raise typer.Exit(130) from None
 
 
+@app.command(
+    "inspect",
+    epilog="Example: linearize inspect HuggingFaceTB/SmolLM2-135M-Instruct --tokens 4k --layers 0-9 --out look. "
+    "Suggested is the constant-state mixer with the lowest start error, or one with a smaller state if its error is at "
+    "most 2 % higher; keep ranks the layers by the start error of that mixer. Both are hints from one layer at a time: "
+    "converting with and without a layer and measuring is better.",
+)
+def inspect_model(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|DIR", help="A model, or a converted folder: its teacher is looked at.")
+    ],
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="Tokens of text.")] = "8k",
+    context: Annotated[str, typer.Option("--context", metavar="N", help="Tokens in a row of text.")] = "512",
+    data: Annotated[
+        str, typer.Option("--data", metavar="TEXT", help="Text: bundled, or .txt/.jsonl files, folders, globs.")
+    ] = "bundled",
+    layers: Annotated[
+        str | None, typer.Option("--layers", metavar="TEXT", help="Layers, such as 0-3,8.", show_default="all")
+    ] = None,
+    mixers: Annotated[
+        str | None, typer.Option("--mixers", metavar="TEXT", help="Mixers to start, by comma.", show_default="all")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Write inspect.json and PNG figures there.", show_default="none"),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="TEXT", help="Branch, tag or commit on the Hub.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model's own tokenizer code.")
+    ] = False,
+    device: Annotated[str, typer.Option("--device", metavar="TEXT", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Seed of the text's order.")] = "0",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and warnings.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Show what each layer's attention does and how well every mixer starts there; FOLDER gets figures."""
+    from linearize.inspect import inspect as run
+
+    flags = {
+        "calibrate.tokens": tokens,
+        "calibrate.context": context,
+        "data.source": data,
+        "model.revision": revision,
+        "model.trust_remote_code": trust_remote_code,
+        "run.device": device,
+        "run.seed": seed,
+        "run.json": json,
+        "run.quiet": quiet,
+        "run.verbose": verbose,
+    }
+    recipe = Recipe.resolve(flags=flags)
+    run(model, recipe, _console(recipe), layers=layers, mixers=mixers, out=out)
+
+
 @recipes_app.command("ls", epilog="Example: linearize recipes ls")
 def recipes_ls(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,

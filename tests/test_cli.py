@@ -30,6 +30,10 @@ FLAGS = {
     "": "--version --install-completion --show-completion --help -h",
     "plan": RECIPE_FLAGS,
     "convert": RECIPE_FLAGS,
+    "inspect": """
+        --tokens --context --data --layers --mixers --out --revision --trust-remote-code --device --seed
+        --json --quiet -q --verbose -v --help -h
+    """,
     "recipes": "--help -h",
     "recipes ls": "--json --help -h",
     "recipes show": "--help -h",
