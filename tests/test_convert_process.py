@@ -120,7 +120,7 @@ def test_memory_is_that_of_a_few_blocks(teacher_folder, tmp_path):
         "align.tokens": 96,
         "align.batch_tokens": 96,
         "data.heldout_tokens": 96,
-        "convert.keep_softmax": "every:2",
+        "convert.keep_softmax": "83%",  # 80 of 96 layers
         "run.max_shard_size": 8_000_000,  # the writer holds one shard
     }
     arguments = ["-c", MEASURE, json.dumps(values), teacher_folder("llama"), folder, tmp_path]
@@ -131,4 +131,4 @@ def test_memory_is_that_of_a_few_blocks(teacher_folder, tmp_path):
     # some eight blocks; what the C heap holds back of freed ones varies from run to run by about as many again.
     assert growth < 24 * block < total / 3.9
     config = json.loads((tmp_path / "large/config.json").read_text())
-    assert len(config["linearize"]["mixers"]) == LAYERS // 2
+    assert len(config["linearize"]["mixers"]) == 16
