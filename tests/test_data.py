@@ -1,4 +1,4 @@
-"""Documents, hold-out, packing and sampled text."""
+"""Documents, hold-out and packing."""
 
 import gzip
 import json
@@ -7,10 +7,10 @@ import pytest
 import torch
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from linearize.data import rows as data
-from linearize.data import Rows, bundled_documents, content_hash, pack_rows, read_documents, self_text, split_documents
+from linearize.data import Rows, bundled_documents, content_hash, pack_rows, read_documents, split_documents
+from linearize.data import rows as rows_module
 from linearize.errors import UserError
 
 WORDS = [f"w{i}" for i in range(60)]
@@ -27,17 +27,6 @@ def make_tokenizer(bos: bool = True) -> PreTrainedTokenizerFast:
 
 def words(n: int, start: int = 0) -> str:
     return " ".join(WORDS[(start + i) % len(WORDS)] for i in range(n))
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        # The 7 ids beyond the tokenizer's vocabulary are padding of the embedding: no document may start with them.
-        vocab_size=70, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
 
 
 # ---- documents
@@ -268,11 +257,11 @@ def test_reading_stops_once_there_are_enough_tokens():
 
     rows = pack_rows(documents(), make_tokenizer(), context=8, tokens=50)
     assert len(rows) == 7 and rows.requested == 50 and rows.shortfall is None
-    assert len(read) <= data.TOKENIZER_BATCH
+    assert len(read) <= rows_module.TOKENIZER_BATCH
 
 
 def test_a_long_document_is_cut_before_tokenising(monkeypatch):
-    monkeypatch.setattr(data, "LONGEST_DOCUMENT", 40)
+    monkeypatch.setattr(rows_module, "LONGEST_DOCUMENT", 40)
     seen = []
     tokenizer = make_tokenizer()
 
@@ -309,105 +298,3 @@ def test_batches_and_split():
         rows.split(11)
     with pytest.raises(UserError, match="at least one row"):
         list(rows.batches(0))
-
-
-# ---- sampled text
-
-
-def test_sampled_rows_are_full_documents_of_the_teacher(model):
-    reported = []
-    rows = self_text(model, make_tokenizer(), 190, 40, seed=5, batch_size=3, progress=reported.append)
-    assert rows.ids.shape == rows.positions.shape == (5, 40)
-    assert sum(reported) == rows.tokens == 200
-    starts = rows.positions == 0
-    assert starts[:, 0].all() and starts.sum() > 5  # some documents end before their row does
-    assert (rows.ids[starts] == 1).all()
-    seconds = rows.ids[rows.positions == 1]
-    assert ((seconds >= 3) & (seconds < 63)).all()  # neither special nor padding of the embedding
-    for ids, positions in zip(rows.ids.tolist(), rows.positions.tolist(), strict=True):
-        for t in range(1, 40):
-            ended = ids[t - 1] == 2 and positions[t - 1] > 1
-            assert positions[t] == (0 if ended else positions[t - 1] + 1)
-
-
-def test_a_sampled_document_does_not_see_the_one_before(model):
-    """Nearly greedy sampling makes each token a function of its document alone, which is then recomputed alone."""
-    rows = self_text(model, make_tokenizer(), 40 * 8, 40, seed=5, batch_size=8, temperature=1e-4)
-    checked = 0
-    for ids, positions in zip(rows.ids, rows.positions, strict=True):
-        borders = [*torch.where(positions == 0)[0].tolist(), 40]
-        for start, stop in zip(borders, borders[1:], strict=False):
-            if start and stop - start > 2:
-                with torch.no_grad():
-                    best = model(ids[None, start:stop]).logits[0].argmax(-1)
-                assert torch.equal(best[1:-1], ids[start + 2 : stop])
-                checked += 1
-    assert checked >= 3
-
-
-def test_sampling_follows_the_teacher(model):
-    """The model finds its own text likelier than text drawn uniformly."""
-    rows = self_text(model, make_tokenizer(bos=False), 1600, 20, seed=0, batch_size=16)
-
-    def loss(ids):
-        with torch.no_grad():
-            return model(ids, labels=ids).loss.item()
-
-    noise = torch.randint(3, 63, rows.ids.shape, generator=torch.Generator().manual_seed(0))
-    assert loss(rows.ids) < loss(noise) - 0.5
-    assert ((rows.ids[:, 0] >= 3) & (rows.ids[:, 0] < 63)).all()
-
-
-def test_sampling_resumes_to_the_same_rows(model, tmp_path):
-    arguments = dict(seed=1, batch_size=2)
-    whole = self_text(model, make_tokenizer(), 160, 16, **arguments)
-    calls = []
-
-    def killed(tokens):
-        calls.append(tokens)
-        if len(calls) == 40:  # in the third batch
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        self_text(model, make_tokenizer(), 160, 16, cache_path=tmp_path, progress=killed, **arguments)
-    kept = sorted(tmp_path.rglob("*.safetensors"))
-    assert len(kept) == 2 and not list(tmp_path.rglob("*.tmp"))
-    before = [file.stat().st_mtime_ns for file in kept]
-    torch.rand(7)  # the global generator plays no part
-    resumed = self_text(model, make_tokenizer(), 160, 16, cache_path=tmp_path, **arguments)
-    assert content_hash(resumed) == content_hash(whole)
-    assert [file.stat().st_mtime_ns for file in kept] == before  # taken from the disk, not sampled again
-    kept[0].write_bytes(b"damaged")
-    again = self_text(model, make_tokenizer(), 160, 16, cache_path=tmp_path, **arguments)
-    assert content_hash(again) == content_hash(whole)
-
-
-def test_sampled_rows_do_not_depend_on_how_many_are_asked_for(model):
-    few = self_text(model, make_tokenizer(), 48, 16, seed=1, batch_size=4)
-    many = self_text(model, make_tokenizer(), 160, 16, seed=1, batch_size=4)
-    assert torch.equal(many.ids[:3], few.ids)
-    other = self_text(model, make_tokenizer(), 48, 16, seed=2, batch_size=4)
-    assert not torch.equal(other.ids, few.ids)
-
-
-def test_another_teacher_never_reads_the_cache_of_the_first(model, tmp_path):
-    first = self_text(model, make_tokenizer(), 32, 16, cache_path=tmp_path, batch_size=2)
-    torch.manual_seed(1)
-    other = LlamaForCausalLM(model.config).eval()
-    second = self_text(other, make_tokenizer(), 32, 16, cache_path=tmp_path, batch_size=2)
-    assert not torch.equal(first.ids, second.ids)
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_sampling_errors(model, tmp_path):
-    with pytest.raises(UserError, match="temperature must be positive"):
-        self_text(model, make_tokenizer(), 32, 16, temperature=0)
-    with pytest.raises(UserError, match="nothing to sample"):
-        self_text(model, make_tokenizer(), 0, 16)
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="cannot be kept"):
-        self_text(model, make_tokenizer(), 16, 8, batch_size=2, cache_path=tmp_path / "file")
-    broken = LlamaForCausalLM(model.config).eval()
-    torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
-    with pytest.raises(UserError, match="not finite"):
-        self_text(broken, make_tokenizer(), 16, 8, batch_size=2)

@@ -7,7 +7,7 @@ guess where one document ends and the next starts.
 from linearize.data.holdout import split_documents
 from linearize.data.loader import Batch, Loader
 from linearize.data.rows import Rows, content_hash, pack_rows
-from linearize.data.self_text import self_text
+from linearize.data.sampling import sample_text, self_text
 from linearize.data.sources import (
     RowSource,
     Source,
@@ -33,6 +33,7 @@ __all__ = [
     "pack_rows",
     "parse_sources",
     "read_documents",
+    "sample_text",
     "self_text",
     "split_documents",
 ]
