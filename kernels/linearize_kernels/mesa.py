@@ -60,7 +60,10 @@ class _Systems:
             if float(rest.norm(dim=-1).max()) <= tol:
                 break
             Ap = self.apply(p)
-            step = rz / (p * Ap).sum(-1, keepdim=True).clamp_min(1e-30)
+            curvature = (p * Ap).sum(-1, keepdim=True)
+            # The ridge's own part, below which only rounding can take it: where keys are long the sum is lost in it.
+            curvature = torch.maximum(curvature, (self.ridge * p * p).sum(-1, keepdim=True))
+            step = rz / curvature.clamp_min(1e-30)
             x = x + step * p
             rest = rest - step * Ap
             z = rest @ self.inverse
