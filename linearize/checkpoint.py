@@ -463,6 +463,7 @@ class RunState:
         self.folder = self.out / STATE
         self._say = say or (lambda text: print(text, file=sys.stderr))
         self._lock: int | None = None
+        self._joined = False
         _refuse_foreign(self.out)
         self.finished = output_status(self.out) == "finished" and not overwrite
         if self.finished and not self.folder.exists():
@@ -484,6 +485,17 @@ class RunState:
             self.close()
             raise
 
+    @classmethod
+    def join(cls, out: Path, say: Callable[[str], None] | None = None) -> RunState:
+        """The run that another process of ours holds the lock of: loads and saves, and decides nothing."""
+        run = cls.__new__(cls)
+        run.out = Path(out)
+        run.folder = run.out / STATE
+        run.finished = output_status(run.out) == "finished"
+        run._say = say or (lambda text: None)
+        run._lock, run._joined = None, True
+        return run
+
     def _begin(self, overwrite: bool) -> None:
         if overwrite:
             (self.out / CONFIG).unlink(missing_ok=True)
@@ -493,7 +505,10 @@ class RunState:
             self._remove_state()
         _remove_weights(self.out)
         for path in self.folder.glob(f"*{PARTIAL}"):
-            path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def _check_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.out).free
@@ -552,6 +567,47 @@ class RunState:
         record.unlink()
         return None
 
+    def new_folder(self, name: str, needed: int = 0) -> Path:
+        """An empty folder to write `needed` bytes of state into; `keep_folder` makes it count."""
+        path = self.folder / (name + PARTIAL)
+        self._check_space(needed)
+        with writing(self.out):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+        return path
+
+    def keep_folder(self, name: str, kind: str, info: dict) -> None:
+        """Make the folder that `new_folder` gave the one state of its kind, durably, in place of the one before it.
+
+        Its files must have been forced to the disk. A kill leaves either the old state or the new one.
+        """
+        final = self.folder / name
+        with writing(self.out):
+            sync_folder(self.folder / (name + PARTIAL))
+            shutil.rmtree(final, ignore_errors=True)  # a run that was killed before the record named it
+            os.replace(self.folder / (name + PARTIAL), final)
+            sync_folder(self.folder)
+        atomic_write_text(self.folder / f"{kind}.json", json.dumps({"folder": name, "info": info}))
+        for path in self.folder.glob(f"{kind}-*"):
+            if path.is_dir() and path != final:
+                shutil.rmtree(path)
+
+    def kept_folder(self, kind: str) -> tuple[Path, dict] | None:
+        """The folder and the JSON values that `keep_folder` kept, or None."""
+        record = self.folder / f"{kind}.json"
+        if not record.exists():
+            return None
+        kept = json.loads(record.read_bytes())
+        return self.folder / kept["folder"], kept["info"]
+
+    def drop_folder(self, kind: str) -> None:
+        """Remove a kind of state that is not needed any more."""
+        with writing(self.out):
+            (self.folder / f"{kind}.json").unlink(missing_ok=True)
+            for path in self.folder.glob(f"{kind}-*"):
+                if path.is_dir():
+                    shutil.rmtree(path)
+
     def save_layer(self, i: int, tensors: dict[str, Tensor], info: dict) -> None:
         """`save` for a finished layer i."""
         self.save(f"layer-{i:05d}", tensors, info)
@@ -601,7 +657,7 @@ class RunState:
         self.close()
 
     def _files(self, name: str) -> tuple[Path, Path]:
-        if self._lock is None:
+        if self._lock is None and not self._joined:
             raise RuntimeError("the run is closed or was finished before")
         if re.fullmatch(r"[a-z0-9-]+", name) is None or name == "recipe":
             raise ValueError(f"not a name for saved state: {name!r}")

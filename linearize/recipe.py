@@ -33,7 +33,7 @@ SUFFIXES = {
     | {f"{p}ib": 2 ** (10 * i) for i, p in enumerate("kmgt", 1)},
 }
 # The mixers of linearize.mixers, known here without importing them, and the keys under calibrate that each one takes.
-MIXER_OPTIONS = {"gdn": ("taps", "time_scales"), "gdn-standard": ()}
+MIXER_OPTIONS = {"gdn": ("taps", "time_scales"), "gdn-standard": (), "gdn-native": ()}
 MIXER_KINDS = tuple(MIXER_OPTIONS)
 
 KEEP_FORMS = "3,7,11 or 0-3,8 (layers), 25%, uniform:8, every:4, first:2, last:2 or none"
@@ -103,6 +103,54 @@ class Align:
     lr: float = key(1e-3, "Learning rate after the warm-up.", least=0)
     lr_min: float = key(1e-5, "Learning rate at the end of the cosine.", least=0)
     warmup: int = key(50, "Steps over which the learning rate rises.", least=0)
+    order: Literal["auto", "interleaved", "calibrate-first"] = key(
+        "auto",
+        "calibrate-first lets processes share the layers; auto: that for several, interleaved for one.",
+    )
+    cache_bytes: Bytes = key(
+        8 * 10**9, "Memory for hidden states of the text; beyond it they go into a file.", least=0, weights=False
+    )
+    cache_dtype: Literal["float32", "bfloat16"] = key("float32", "Number format of these hidden states.")
+
+
+@dataclass(frozen=True)
+class Distill:
+    """Training, end to end"""
+
+    tokens: Count = key(0, "Tokens on which the whole student learns the teacher's logits; 0 leaves it out.", least=0)
+    context: Count = key(2_048, "Tokens in a row of training text.", least=16)
+    batch_tokens: Count = key(65_536, "Tokens in a step, of all processes together.", least=16)
+    micro_tokens: Count = key(
+        8_192, "Tokens, in whole rows, that one process takes through the model at once.", least=16, weights=False
+    )
+    lr: float = key(3e-5, "Learning rate of everything that the teacher had.", least=0)
+    lr_mixer: float = key(2e-4, "Learning rate of the mixers' own weights.", least=0)
+    lr_end: float = key(0.1, "Share of the learning rates that is left at the end of the cosine.", least=0)
+    warmup: int = key(50, "Steps over which the learning rates rise.", least=0)
+    train: Literal["all", "attention", "mixers"] = key(
+        "all", "What trains: all weights, the converted attention layers, or the mixers' own weights."
+    )
+    temperature: float = key(1.0, "Temperature of both distributions in the loss.", least=0.01)
+    ema: float = key(0.0, "Decay of a running mean of the weights, which then is the result; 0 keeps none.", least=0)
+    checkpointing: bool = key(
+        True, "Compute each layer again in the backward pass rather than keep its activations.", weights=False
+    )
+    top_k: int = key(
+        0, "Compare the teacher's k likeliest tokens and one bucket for all others; 0 compares every token.", least=0
+    )
+    cache: str | None = key(
+        None, "Folder that keeps the teacher's top_k for the next run on the same text.", weights=False
+    )
+    shard: Literal["auto", "full", "none"] = key(
+        "auto",
+        "Split weights over processes (full) or repeat them in each (none); auto asks accelerate's configuration.",
+        weights=False,
+    )
+    save_minutes: float = key(10.0, "Minutes between states that a stopped run goes on from.", least=0, weights=False)
+    save_steps: int = key(0, "Steps between such states as well; 0 counts minutes only.", least=0, weights=False)
+    long_tokens: Count = key(0, "Tokens of a second pass over longer rows; 0 leaves it out.", least=0)
+    long_context: Count = key(16_384, "Tokens in a row of the second pass.", least=16)
+    long_lr: float = key(1e-5, "Learning rate of everything in the second pass.", least=0)
 
 
 @dataclass(frozen=True)
@@ -111,8 +159,14 @@ class Data:
 
     source: str = key(
         "bundled",
-        "Training text: bundled, self (sampled from the teacher), or .txt/.jsonl files, folders, globs.",
+        "Training text: bundled, self (sampled from the teacher), files, folders, globs, hub:NAME[:CONFIG][@SPLIT], "
+        "or a mixture 0.7:hub:NAME,0.3:PATH.",
         flag="data",
+    )
+    column: str = key("text", "Key or column that holds the text in .jsonl, .parquet and Hub data.")
+    self_temperature: float = key(1.0, "Temperature at which the teacher makes the text of self.", least=0.01)
+    self_batch: int = key(
+        0, "Rows of that text made at once; 0 is what the memory holds. Other rows come of another number.", least=0
     )
     heldout_tokens: Count = key(
         16_384,
@@ -135,6 +189,9 @@ class Run:
         "auto", "Number format of the checkpoint; auto is the teacher's.", flag="dtype"
     )
     seed: int = key(0, "Seed of everything random.", flag="seed", least=0)
+    log_to: Literal["none", "tensorboard", "trackio"] = key(
+        "none", "Where else metrics.jsonl goes while the run trains.", flag="log-to", weights=False
+    )
     max_shard_size: Bytes = key(5 * 10**9, "Largest checkpoint file.", flag="max-shard-size", least=1, weights=False)
     overwrite: bool = key(
         False, "Start afresh in an output folder that is in use.", flag="overwrite", weights=False, in_file=False
@@ -207,6 +264,7 @@ class Recipe:
     convert: Convert = Convert()
     calibrate: Calibrate = Calibrate()
     align: Align = Align()
+    distill: Distill = Distill()
     data: Data = Data()
     run: Run = Run()
 
@@ -289,6 +347,7 @@ GROUPS: dict[str, type] = {
     "convert": Convert,
     "calibrate": Calibrate,
     "align": Align,
+    "distill": Distill,
     "data": Data,
     "run": Run,
 }
@@ -422,7 +481,25 @@ def _check(recipe: Recipe) -> None:
         raise UsageError(
             "align.batch_tokens is less than one row", value=align.batch_tokens, fix=f"at least {align.context}"
         )
-    for name, group in (("align", align), ("calibrate", calibrate)):
+    distill = recipe.distill
+    if distill.tokens:
+        passes = [("context", distill.context)] + [("long_context", distill.long_context)] * bool(distill.long_tokens)
+        for name, context in passes:
+            if distill.batch_tokens < context:
+                raise UsageError(
+                    "distill.batch_tokens is less than one row",
+                    value=distill.batch_tokens,
+                    fix=f"at least distill.{name}, {context}",
+                )
+        if distill.lr_end > 1:
+            raise UsageError("distill.lr_end is above the learning rates", value=distill.lr_end, fix="at most 1")
+        if distill.ema >= 1:
+            raise UsageError("distill.ema would never change", value=distill.ema, fix="below 1, such as 0.999")
+        if distill.cache and not distill.top_k:
+            raise UsageError("distill.cache keeps distill.top_k probabilities", value=0, fix="set distill.top_k=64")
+    elif distill.long_tokens:
+        raise UsageError("distill.long_tokens follows distill.tokens", value=0, fix="set --distill-tokens as well")
+    for name, group in (("align", align), ("calibrate", calibrate), ("distill", distill)):
         if 0 < group.tokens < group.context:
             raise UsageError(
                 f"{name}.tokens is less than one row",

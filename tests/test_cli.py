@@ -23,8 +23,13 @@ RECIPE_FLAGS = """
     --mixer --keep-softmax
     --calibrate-tokens --calibrate-select-tokens --calibrate-context --calibrate-taps --calibrate-time-scales
     --align-tokens --align-context --align-batch-tokens --align-lr --align-lr-min --align-warmup
-    --data --heldout-tokens --sample
-    --device --dtype --seed --max-shard-size --overwrite --json --quiet -q --verbose -v
+    --align-order --align-cache-bytes --align-cache-dtype
+    --distill-tokens --distill-context --distill-batch-tokens --distill-micro-tokens --distill-lr --distill-lr-mixer
+    --distill-lr-end --distill-warmup --distill-train --distill-temperature --distill-ema --distill-checkpointing
+    --no-distill-checkpointing --distill-top-k --distill-cache --distill-shard --distill-save-minutes
+    --distill-save-steps --distill-long-tokens --distill-long-context --distill-long-lr
+    --data --data-column --data-self-temperature --data-self-batch --heldout-tokens --sample
+    --device --dtype --seed --log-to --max-shard-size --overwrite --json --quiet -q --verbose -v
 """
 FLAGS = {
     "": "--version --install-completion --show-completion --help -h",
@@ -33,6 +38,9 @@ FLAGS = {
     "inspect": """
         --tokens --context --data --layers --mixers --out --revision --trust-remote-code --device --seed
         --json --quiet -q --verbose -v --help -h
+    """,
+    "export": """
+        --to --allow-head-padding --check --dtype --max-shard-size --json --quiet -q --verbose -v --help -h
     """,
     "recipes": "--help -h",
     "recipes ls": "--json --help -h",

@@ -93,6 +93,8 @@ def test_bad_counts(text):
         ("align.lr_min=1", ["align.lr_min", "align.lr"]),
         ("align.batch_tokens=64", ["align.batch_tokens", "512"]),
         ("calibrate.tokens=100", ["calibrate.tokens", "512"]),
+        ("distill.tokens=100", ["distill.tokens", "2048"]),
+        ("distill.long_tokens=100k", ["distill.long_tokens", "--distill-tokens"]),
         ("calibrate.taps=0", ["calibrate.taps", "at least 1"]),
         ("convert.mixer=gnd", ["gnd", "did you mean gdn"]),
         ("convert.keep_softmax=some", ["'some'", "25%"]),
@@ -100,6 +102,21 @@ def test_bad_counts(text):
 )
 def test_bad_settings(setting, words):
     refused(lambda: Recipe.resolve(None, [setting]), *words)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (["distill.batch_tokens=1k"], ["distill.batch_tokens", "at least distill.context, 2048"]),
+        (["distill.long_tokens=1M", "distill.batch_tokens=8k"], ["distill.batch_tokens", "long_context, 16384"]),
+        (["distill.ema=1"], ["distill.ema", "below 1"]),
+        (["distill.lr_end=2"], ["distill.lr_end"]),
+        (["distill.cache=x"], ["distill.cache", "distill.top_k"]),
+        (["distill.train=heads"], ["all, attention, mixers"]),
+    ],
+)
+def test_distillation_that_does_not_add_up(settings, words):
+    refused(lambda: Recipe.resolve(None, ["distill.tokens=1M", *settings]), *words)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -122,6 +139,7 @@ def test_round_trip_of_every_key():
             values[option.name] = option.default / 3
     values |= {"model.revision": "0123", "convert.mixer": "0-3=gdn,rest=gdn-standard", "convert.keep_softmax": "last:2"}
     values |= {"data.source": "a: b #c,'d'", "run.device": "cuda:1", "data.sample": "Why? #1"}
+    values |= {"distill.tokens": 300_007, "distill.long_tokens": 200_001, "distill.cache": "some where"}
     made = Recipe.from_values(values)
     text = made.to_yaml("title\nmore")
     assert Recipe.from_yaml(text) == made

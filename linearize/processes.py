@@ -1,0 +1,94 @@
+"""The processes of a run that `accelerate launch` or `torchrun` started, and how a model is spread over them."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from linearize.errors import UsageError
+
+# Others wait while one process calibrates or writes; the default of ten minutes would end a run that is well.
+PATIENCE = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among `world` of them; the first has rank 0 and does what is done once."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def sum(self, *values: float) -> list[float]:
+        """The sums of numbers over all processes, in double precision, the same in each."""
+        if self.world == 1:
+            return list(values)
+        # Gathered and added in one order: a reduction's order, and with it the last bit, is the back end's choice.
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(all_of_them, mine)
+        return torch.stack(all_of_them).sum(0).tolist()
+
+
+def join(device: str) -> Processes:
+    """Join the other processes if a launcher started some; else this process is alone. device: run.device."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    found = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
+    if world == 1:
+        return Processes(found)
+    if found.index is not None:
+        raise UsageError("run.device names one GPU for several processes", value=device, fix="--device cuda")
+    from accelerate import PartialState
+
+    state = PartialState(cpu=found.type == "cpu", timeout=PATIENCE)
+    return Processes(state.device, state.process_index, state.num_processes)
+
+
+def sharded_by_launcher() -> bool:
+    """Whether accelerate's configuration asks for FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def shard(model: nn.Module, layers: nn.ModuleList, here: Processes, keep: set[nn.Parameter] = frozenset()) -> None:
+    """Split a model's weights over the processes (FSDP2): a unit for each decoder layer, and one for the rest.
+
+    Every process must have built the same model on the CPU; a unit goes to the device as it is split, so that the
+    device never holds more than one whole unit. Weights in `keep` stay whole.
+    """
+    mesh = init_device_mesh(here.device.type, (here.world,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=set(keep))
+    for weight in keep:
+        weight.data = weight.data.to(here.device)
+
+
+@torch.no_grad()
+def set_weight(weight: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into a weight, or this process's part of it into a split one; nothing is sent."""
+    if isinstance(weight, DTensor):
+        value = value.to(weight.device, weight.dtype)
+        value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.to_local().copy_(value.to_local())
+    else:
+        weight.copy_(value)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """A weight in one piece; every process must ask for it."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
