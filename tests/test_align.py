@@ -153,7 +153,7 @@ def test_divergence_names_the_layer_and_the_step_and_keeps_the_last_good_weights
 def test_an_infinite_gradient_is_caught():
     """The loss is finite, its gradient is not."""
     mixed = mixed_layer("gdn")
-    mixed.mixer.read_mean.register_hook(lambda grad: grad * float("inf"))
+    mixed.mixer.readout.mean.register_hook(lambda grad: grad * float("inf"))
     with pytest.raises(UserError, match="layer 7"):
         align(mixed, 1)
 

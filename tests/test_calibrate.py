@@ -149,9 +149,9 @@ def test_every_rung_is_what_a_mixer_does_on_the_held_out_batch():
         assert head_error(plain, held) == pytest.approx(ladder.mean, rel=1e-4)
 
         two = copy.deepcopy(mixer)
-        for read in (two.read_sink, two.read_taps, two.read_scales):
+        for read in (two.readout.sink, two.readout.taps, two.readout.scales):
             read.zero_()
-        two.read_mean.fill_(1)
+        two.readout.mean.fill_(1)
         two.read_state.fill_(1)
         assert head_error(two, held) == pytest.approx(ladder.tilted, rel=1e-4)
         # Readout: least squares on the two terms of the fitting batch, applied to the held-out one.
@@ -261,7 +261,7 @@ def test_a_gdn_on_the_grid_is_found_again():
             teacher.log_balance[h] = balanced(batches[0], teacher.reference, float(decays[h]))[h]
         teacher.log_balance += 0.5 * erases.log()
         teacher.read_state.copy_(torch.tensor([1.5, 2.0, 1.0, 1.5]))
-        teacher.read_taps.copy_(0.2 * normal(4, 4, seed=5))
+        teacher.readout.taps.copy_(0.2 * normal(4, 4, seed=5))
         for at in batches:
             at.heads = heads_of(teacher, at)
     layer = fresh(time_scales=0)
@@ -281,7 +281,7 @@ def test_time_scales_differ_from_the_main_point_and_from_each_other():
     mixer = layer.mixer
     for h in range(4):
         points = [(*mixer.reference[h].tolist(), float(mixer.gates.bias.view(4, 4)[3, h]))]
-        for reference, forget in zip(mixer.scale_reference[h], mixer.scale_forget[h], strict=True):
+        for reference, forget in zip(mixer.readout.scale_reference[h], mixer.readout.scale_forget[h], strict=True):
             points.append((*reference.tolist(), float(forget)))
         assert len(set(points)) == 5
     assert not mixer.gates.weight.any() and not mixer.gates.bias.view(4, 4)[:3].any()

@@ -11,7 +11,8 @@ from linearize_kernels import centre, log_norm
 from torch import Tensor
 
 from linearize.mixers import Segments
-from linearize.mixers.expansion import Layout, delta_arguments, forget_logit, forgetting, strengths, tilt
+from linearize.mixers.expansion import Layout, forget_logit, forgetting, strengths, tilt
+from linearize.mixers.gdn import delta_arguments
 
 EXACT = {"atol": 1e-12, "rtol": 1e-12}
 T, K, V = 40, 8, 6

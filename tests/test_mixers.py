@@ -130,7 +130,7 @@ def slow_gdn(m: GDN, batch: Batch, serves=by_blocks) -> Tensor:
         b, keep, key_before, key_mean = slow_means(w, lam, keys)
         _, _, value_before, value_mean = slow_means(w, lam, values)
         scale_means = []
-        for reference, logit in zip(p["scale_reference"][h], p["scale_forget"][h], strict=True):
+        for reference, logit in zip(p["readout.scale_reference"][h], p["readout.scale_forget"][h], strict=True):
             w = (SCALE * keys @ reference).exp()
             scale_means.append(slow_means(w, (-F.softplus(logit)).exp().expand_as(w), values)[3])
         c = p["log_balance"][h].exp()
@@ -145,12 +145,12 @@ def slow_gdn(m: GDN, batch: Batch, serves=by_blocks) -> Tensor:
                 beta = (b[t].log() - keep[t].log() + 2 * n.log() + erase[t]).sigmoid()
                 u, target = key / n, keep[t] * (values[t] - value_before[t]) / n
                 s = s + beta * torch.outer(u, target - s.T @ u)
-            o = p["read_mean"][h] * value_mean[t] + p["read_state"][h] * s.T @ (SCALE * (q[t, h] - r) / c)
-            for j, tap in enumerate(p["read_taps"][:, h]):
+            o = p["readout.mean"][h] * value_mean[t] + p["read_state"][h] * s.T @ (SCALE * (q[t, h] - r) / c)
+            for j, tap in enumerate(p["readout.taps"][:, h]):
                 if t >= j:
                     o = o + tap * values[t - j]
-            o = o + p["read_sink"][h] * values[0]
-            for rho, mean in zip(p["read_scales"][h], scale_means, strict=True):
+            o = o + p["readout.sink"][h] * values[0]
+            for rho, mean in zip(p["readout.scales"][h], scale_means, strict=True):
                 o = o + rho * mean[t]
             out.append(o)
         heads.append(torch.stack(out))
@@ -273,7 +273,8 @@ def silent(**options) -> GDN:
     """A GDN with every parameter random and every readout zero."""
     mixer = random_mixer("gdn", **options)
     with torch.no_grad():
-        for read in (mixer.read_mean, mixer.read_state, mixer.read_sink, mixer.read_taps, mixer.read_scales):
+        part = mixer.readout
+        for read in (mixer.read_state, part.mean, part.sink, part.taps, part.scales):
             read.zero_()
     return mixer
 
@@ -290,10 +291,10 @@ def test_silent_readout_is_silent():
 def test_taps_alone(taps):
     mixer, batch = silent(taps=taps), text(2, 70)
     with torch.no_grad():
-        mixer.read_taps.copy_(torch.randn(mixer.read_taps.shape, generator=generator(3)))
+        mixer.readout.taps.copy_(torch.randn(mixer.readout.taps.shape, generator=generator(3)))
     values = repeated(batch.v)
     want = sum(
-        mixer.read_taps[j, :, None] * F.pad(values, (0, 0, 0, 0, j, 0))[:, : values.shape[1]] for j in range(taps)
+        mixer.readout.taps[j, :, None] * F.pad(values, (0, 0, 0, 0, j, 0))[:, : values.shape[1]] for j in range(taps)
     )
     torch.testing.assert_close(call(mixer, batch)[0], want, **EXACT)
 
@@ -301,8 +302,8 @@ def test_taps_alone(taps):
 def test_sink_alone():
     mixer, batch = silent(), text(2, 70)
     with torch.no_grad():
-        mixer.read_sink.copy_(torch.tensor([1.0, -2.0, 0.5, 3.0]))
-    want = (mixer.read_sink[:, None] * repeated(batch.v[:, :1])).expand(2, 70, -1, -1)
+        mixer.readout.sink.copy_(torch.tensor([1.0, -2.0, 0.5, 3.0]))
+    want = (mixer.readout.sink[:, None] * repeated(batch.v[:, :1])).expand(2, 70, -1, -1)
     torch.testing.assert_close(call(mixer, batch)[0], want, **EXACT)
 
 
@@ -311,16 +312,16 @@ def test_time_scales_alone(scales):
     """Softmax attention of the reference query with log lambda a step as an additive bias."""
     mixer, batch = silent(time_scales=scales), text(1, 70)
     with torch.no_grad():
-        mixer.read_scales.copy_(torch.randn(mixer.read_scales.shape, generator=generator(4)))
+        mixer.readout.scales.copy_(torch.randn(mixer.readout.scales.shape, generator=generator(4)))
     age = torch.arange(70.0, dtype=torch.float64)
     want = torch.zeros(70, SHAPE.q_heads, SHAPE.value_dim, dtype=torch.float64)
     for h in range(SHAPE.q_heads):
         keys, values = batch.k[0, :, by_blocks(h)], batch.v[0, :, by_blocks(h)]
         for m in range(scales):
-            score = SCALE * keys @ mixer.scale_reference[h, m]
-            bias = F.softplus(mixer.scale_forget[h, m]) * (age[None] - age[:, None])
+            score = SCALE * keys @ mixer.readout.scale_reference[h, m]
+            bias = F.softplus(mixer.readout.scale_forget[h, m]) * (age[None] - age[:, None])
             weights = (score[None] + bias).masked_fill(age[None] > age[:, None], float("-inf")).softmax(-1)
-            want[:, h] += mixer.read_scales[h, m] * weights @ values
+            want[:, h] += mixer.readout.scales[h, m] * weights @ values
     torch.testing.assert_close(call(mixer, batch)[0][0], want, **EXACT)
 
 

@@ -1,4 +1,4 @@
-"""The zeroth and first order of the softmax expansion, shared by every derived mixer (derivation.md §2, §5, §6).
+"""The statistics and the zeroth order of the softmax expansion, shared by derived mixers (derivation.md §2, §5, §6).
 
 All per-head scalars are [B, T, H] in fp32 (fp64 for fp64 inputs), H query heads; a padded token has
 ``log_write = -inf`` and ``log_forget = 0``, which leaves every sum, mean and normaliser unchanged.
@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from linearize_kernels import log_norm, running_mean
+from torch import Tensor, nn
+from transformers import initialization as init
 
-from linearize.mixers.base import Segments
-
-LIMIT = 30.0  # of log e_t and log r_t: far beyond any useful value, and far below where fp32 overflows to inf * 0
-FLOOR = -80.0  # of log alpha_t: leaves 2e-35 of the state, and keeps sums over a chunk small enough to be exact
+from linearize.mixers.base import HeadShape, Segments
 
 
 def tilt(k: Tensor, reference: Tensor, scale: float) -> Tensor:
@@ -190,16 +189,72 @@ def forgetting(logit: Tensor) -> Tensor:
     return -F.softplus(logit)
 
 
-def delta_arguments(at: Strengths, log_exponent, log_erase, rho2: Tensor, balance: Tensor):
-    """Arguments of the gated delta rule on centred keys (derivation.md §4, §5, stable form).
+class Readout(nn.Module):
+    """The zeroth order of derivation.md §6: per-head multiples of values and of running means of values.
 
-    With the previous-mean centred key of squared norm rho2, ``n_t^2 = c_h^2 (1 - b_t)^2 rho2``, the proximal step
-    erases with ``beta_t n_t^2 / (1 + ...)`` per unit key; written on the raw centred key, so that nothing is 0/0:
-    ``a = b (1-b) r``, ``s = a c_h^2 rho2``, erase ``a c_h^2 / (1 + s)``, gain ``a c_h / (1 + s)``.
-    All [B, T, H]; balance: [H] = c_h; log_exponent, log_erase: log e_t and log r_t. Returns (log decay, erase, gain).
+        rho_v vbar_t + sum_j tau_j v_{t-j} + rho_s v_1 + sum_m rho_m vbar^(m)_t
+
+    Parameters, fp32, H query heads: mean, sink [H] (rho_v, rho_s); taps [J, H] (tau); scales [H, M] (rho_m);
+    scale_reference [H, M, K] and scale_forget [H, M], the reference queries and forgetting logits of the extra means.
     """
-    zero = torch.zeros((), dtype=rho2.dtype, device=rho2.device)
-    a = torch.where(at.live, (at.log_strength + at.log_keep + log_erase).exp(), zero)
-    shrink = a / (1 + a * balance.square() * rho2)
-    log_decay = (log_exponent.exp() * at.log_keep).clamp(min=FLOOR)
-    return log_decay, shrink * balance.square(), shrink * balance
+
+    def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
+        super().__init__()
+        if taps < 1 or time_scales < 0:
+            raise ValueError(f"a readout needs taps >= 1 and time_scales >= 0, got {taps} and {time_scales}")
+        heads, f32 = shape.q_heads, torch.float32
+        self.mean = nn.Parameter(torch.empty(heads, dtype=f32))
+        self.sink = nn.Parameter(torch.empty(heads, dtype=f32))
+        self.taps = nn.Parameter(torch.empty(taps, heads, dtype=f32))
+        self.scales = nn.Parameter(torch.empty(heads, time_scales, dtype=f32))
+        self.scale_reference = nn.Parameter(torch.empty(heads, time_scales, shape.key_dim, dtype=f32))
+        self.scale_forget = nn.Parameter(torch.empty(heads, time_scales, dtype=f32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """vbar and nothing else."""
+        for zero in (self.sink, self.taps, self.scales, self.scale_reference):
+            init.zeros_(zero)
+        init.constant_(self.scale_forget, forget_logit(0.9))
+        init.ones_(self.mean)
+
+    @staticmethod
+    def state_bytes(shape: HeadShape, taps: int, time_scales: int) -> int:
+        """Bytes of the state that :meth:`forward` returns, per sequence."""
+        value = shape.value_dim
+        counter = 8  # `seen` is an int64
+        return 4 * (shape.q_heads * time_scales * (value + 1) + shape.kv_heads * value * taps) + counter
+
+    def forward(
+        self, mean: Tensor, k: Tensor, v: Tensor, scale: float, layout: Layout, mask: Tensor | None, old: dict
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Read one batch.
+
+        mean: [B, T, H, V], the running mean vbar_t of the values. k: [B, T, Hk, K], v: [B, T, Hk, V] and scale as the
+        mixer has them, not packed. old: a state with what an earlier call returned in it, or {}. Returns the readout
+        [B, T, H, V] in the parameters' dtype, and its part of the state: tail, sink, seen, scale_mean, scale_log_z.
+        """
+        taps, tail = local_taps(v, self.taps, layout, mask, old.get("tail"))
+        sink, first = first_value(v, layout, mask, old.get("sink"), old.get("seen"))
+        base = self.mean[:, None] * mean.to(self.mean.dtype) + mix_heads(sink, self.sink)
+        for j, tap in enumerate(taps):
+            base = base + mix_heads(tap, self.taps[j])
+        seen = v.new_full((len(v),), v.shape[1], dtype=torch.long) if mask is None else mask.long().sum(1)
+        new = {"tail": tail, "sink": first, "seen": seen + old["seen"] if old else seen}
+        if self.scales.shape[1]:
+            write = tilt(k, self.scale_reference.flatten(0, 1), scale)
+            write, forget = mask_write(write, forgetting(self.scale_forget).flatten().expand_as(write), mask)
+            write, forget = layout.pack(write), layout.pack(forget)
+            log_z = log_norm(write, forget, initial_log_z=old.get("scale_log_z"), cu_seqlens=layout.cu_seqlens)
+            extra, last = running_mean(
+                layout.pack(v),
+                write,
+                forget,
+                log_z,
+                initial_mean=old.get("scale_mean"),
+                cu_seqlens=layout.cu_seqlens,
+            )
+            extra = layout.unpack(extra).unflatten(2, self.scales.shape)
+            base = base + torch.einsum("bthmv,hm->bthv", extra.to(base.dtype), self.scales)
+            new |= {"scale_mean": last, "scale_log_z": log_z[:, -1]}
+        return base, new

@@ -7,19 +7,22 @@ over a few thousand tokens; choosing terms and fitting their coefficients is the
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from linearize_kernels import log_norm, running_mean
+from linearize_kernels import centre, log_norm, running_mean
 from torch import Tensor
 
 from linearize.mixers.base import Sample
 from linearize.mixers.expansion import (
     Layout,
+    Strengths,
     first_value,
     forget_logit,
     forgetting,
     local_taps,
     mask_write,
+    strengths,
     tilt,
 )
 
@@ -33,7 +36,7 @@ RIDGE = 1e-4  # of each term's mean square: terms are often nearly collinear
 # sample, terms [N, H, P*E, V], for every one of the P points of a head and E values of the mixer's own knob, knob
 # fastest. measured [H, P, ...] are sizes the mixer needs, taken from the sample if None; a size and not a fit, so that
 # one batch tells it well.
-Memory = Callable[[Sample, "Points", Sequence[float], Tensor | None], tuple[Tensor, Tensor]]
+Memory = Callable[[Sample, "Points", Sequence[Any], Tensor | None], tuple[Tensor, Tensor]]
 
 
 class Moments:
@@ -128,6 +131,45 @@ def local_terms(sample: Sample, taps: int) -> Tensor:
     return terms.repeat_interleave(sample.q.shape[2] // sample.v.shape[2], 1)
 
 
+@dataclass
+class CentredAt:
+    """A sample centred at every point of every head, as the kernels take it; R = H*P recurrence heads, point fastest.
+
+    gap: [B, T, R, K], q - r. keys: [B, T, R, K], values: [B, T, R, V], minus their running means before each token.
+    mean: [B, T, R, V], of the values. rho2: [B, T, R], |keys|^2.
+    """
+
+    gap: Tensor
+    keys: Tensor
+    values: Tensor
+    mean: Tensor
+    rho2: Tensor
+    strengths: Strengths
+    layout: Layout
+    real: Tensor
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        return self.layout.cu_seqlens
+
+    def pick(self, x: Tensor) -> Tensor:
+        """The rows of the N real tokens, [B, T, R, ...] packed -> [N, R, ...]."""
+        return self.layout.unpack(x)[self.real]
+
+
+def centred_at(sample: Sample, points: Points, scale: float) -> CentredAt:
+    """Running means, centred keys and values and write strengths of a sample at every point (derivation.md §2)."""
+    layout = Layout.of(sample.q, sample.segments)
+    write, forget = points.weights(sample, layout, scale)
+    log_z = log_norm(write, forget, cu_seqlens=layout.cu_seqlens)
+    keys, values, mean, rho2, _ = centre(
+        layout.pack(sample.k), layout.pack(sample.v), write, forget, log_z, cu_seqlens=layout.cu_seqlens
+    )
+    gap = layout.pack((sample.q[:, :, :, None] - points.reference).flatten(2, 3))
+    at = strengths(write, forget, log_z, layout, None)
+    return CentredAt(gap, keys, values, mean, rho2, at, layout, sample.real)
+
+
 def mean_queries(samples: Iterable[Sample]) -> Tensor:
     """Mean query of every head [H, K] over the real tokens."""
     total, count = 0.0, 0
@@ -143,10 +185,10 @@ class Fit:
 
     reference: Tensor  # [H, K]: r
     forget: Tensor  # [H]: forgetting logit
-    knob: Tensor  # [H]: the mixer's knob
+    knob: Tensor  # [H]: index of the mixer's knob
     measured: Tensor  # [H, ...]: what the memory measured at r and the forgetting
     mean: Tensor  # [H]: rho_v
-    state: Tensor  # [H]: rho_A
+    memory: Tensor  # [H]: rho_A
     taps: Tensor  # [J, H]
     sink: Tensor  # [H]
     scales: Tensor  # [H, M]
@@ -170,9 +212,9 @@ def fit_readout(
     *,
     taps: int,
     time_scales: int,
-    knobs: Sequence[float],
-    search: float,
-    derived: Mapping[str, float],
+    knobs: Sequence[Any],
+    search: Any,
+    derived: Mapping[str, Any],
 ) -> Fit:
     """Choose and fit the readout ``rho_v vbar + rho_A memory + taps + sink + time scales`` of §6, head by head.
 
@@ -248,10 +290,10 @@ def fit_readout(
     return Fit(
         reference=point.reference[:, 0],
         forget=point.forget[:, 0],
-        knob=torch.tensor(knobs, device=device)[knob],
+        knob=knob,
         measured=measured[:, 0],
         mean=fitted[:, 0],
-        state=fitted[:, 1],
+        memory=fitted[:, 1],
         taps=fitted[:, 2 : 2 + taps].T,
         sink=fitted[:, 2 + taps],
         scales=fitted[:, 3 + taps :],

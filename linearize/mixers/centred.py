@@ -1,0 +1,159 @@
+"""Mixers that are the zeroth order of the expansion plus a memory of centred keys and values (derivation.md §2-§7)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from linearize_kernels import centre, log_norm
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from linearize.mixers.base import HeadShape, Mixer, Segments
+from linearize.mixers.expansion import (
+    Layout,
+    Readout,
+    Strengths,
+    forget_logit,
+    forgetting,
+    mask_write,
+    strengths,
+    tilt,
+)
+from linearize.mixers.fit import Fit
+
+LIMIT = 30.0  # of the memory's gates, which are logs: far beyond any useful value, far below inf * 0 in fp32
+FLOOR = -80.0  # of log alpha_t: leaves 2e-35 of the state, and keeps sums over a chunk small enough to be exact
+
+
+@dataclass
+class Centred:
+    """What a memory works on, as the kernels take it (packed documents as one row); H recurrence heads.
+
+    gap: [B, T, H, K], q - r. keys: [B, T, H, K] and values: [B, T, H, V], minus their running means before each token;
+    rho2: [B, T, H], |keys|^2. base: [B, T, H, V], the zeroth order, to add to what is read.
+    """
+
+    gap: Tensor
+    keys: Tensor
+    values: Tensor
+    rho2: Tensor
+    strengths: Strengths
+    base: Tensor
+    cu_seqlens: Tensor | None
+
+
+class CentredMixer(Mixer):
+    """Zeroth-order readout plus what a memory of centred keys and values answers to q - r.
+
+    A subclass names the gates of its memory and implements :meth:`remember` and :meth:`memory_bytes`.
+
+    Options: ``taps`` (J values v_t .. v_{t-J+1}), ``time_scales`` (M extra running means).
+
+    Own parameters, all fp32, H query heads:
+      gates.weight [(n + 2) H, hidden], gates.bias [(n + 2) H]: rows for the n gates of the memory, then write weight
+        (Ww) and forgetting (Wl); zero weights and, but for Wl, zero biases at the start;
+      reference [H, K]: r; readout.*: :class:`linearize.mixers.expansion.Readout`.
+    """
+
+    memory_gates: ClassVar[int]
+
+    def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
+        super().__init__()
+        self.shape, self.taps, self.time_scales = shape, taps, time_scales
+        self.gates = nn.Linear(shape.hidden, (self.memory_gates + 2) * shape.q_heads, dtype=torch.float32)
+        self.reference = nn.Parameter(torch.empty(shape.q_heads, shape.key_dim, dtype=torch.float32))
+        self.readout = Readout(shape, taps=taps, time_scales=time_scales)
+
+    def reset_parameters(self) -> None:
+        """The plain expansion: r = 0, lambda = .9999, gates without effect."""
+        init.zeros_(self.gates.weight)
+        bias = torch.zeros(self.memory_gates + 2, self.shape.q_heads)
+        bias[-1] = forget_logit(0.9999)
+        init.copy_(self.gates.bias, bias.flatten())
+        init.zeros_(self.reference)
+        self.readout.reset_parameters()
+
+    def adopt_fit(self, fit: Fit) -> None:
+        """Set reference, forgetting and readout to what was fitted."""
+        self.reference.copy_(fit.reference)
+        self.gates.bias.view(-1, self.shape.q_heads)[-1].copy_(fit.forget)
+        for name in ("mean", "sink", "taps", "scales"):
+            getattr(self.readout, name).copy_(getattr(fit, name))
+        self.readout.scale_reference.copy_(fit.scale_points.reference)
+        self.readout.scale_forget.copy_(fit.scale_points.forget)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """gates: what depends on the data, without effect at first; readout: the zeroth order; memory: the rest."""
+        gates, readout = list(self.gates.parameters()), list(self.readout.parameters())
+        taken = {id(p) for p in gates + readout}
+        return {"gates": gates, "readout": readout, "memory": [p for p in self.parameters() if id(p) not in taken]}
+
+    @classmethod
+    def memory_bytes(cls, shape: HeadShape) -> int:
+        """Bytes of the memory's own state per sequence."""
+        return 4 * shape.q_heads * shape.key_dim * shape.value_dim
+
+    @classmethod
+    def state_bytes(cls, shape: HeadShape, tokens: int = 0, *, taps: int = 4, time_scales: int = 3) -> int:
+        means = 4 * shape.q_heads * (shape.key_dim + shape.value_dim + 1)
+        return cls.memory_bytes(shape) + means + Readout.state_bytes(shape, taps, time_scales)
+
+    def remember(
+        self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Write every token to the memory, read it with q - r and add the zeroth order.
+
+        gates: n tensors [B, T, H], packed, zero where they have no effect, at most LIMIT. old: the state before, or {}.
+        Returns o [B, T, H, V], packed, and with ``output_state`` the memory's own state.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        *,
+        segments: Segments,
+        state: dict[str, Tensor] | None = None,
+        output_state: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        mask, old = segments.mask, state or {}
+        layout = Layout.of(x, segments, cached=state is not None or output_state)
+        gates = F.linear(x.to(self.gates.weight.dtype), self.gates.weight, self.gates.bias)
+        *gates, write, forget = gates.chunk(self.memory_gates + 2, -1)
+        log_write, log_forget = map(
+            layout.pack, mask_write(tilt(k, self.reference, scale) + write, forgetting(forget), mask)
+        )
+
+        # First order: running means and centred keys and values (§2), write strengths (§4, §5).
+        cu = layout.cu_seqlens
+        log_z = log_norm(log_write, log_forget, initial_log_z=old.get("log_z"), cu_seqlens=cu)
+        keys, values, mean, rho2, (key_mean, value_mean) = centre(
+            layout.pack(k),
+            layout.pack(v),
+            log_write,
+            log_forget,
+            log_z,
+            initial_mean=(old["key_mean"], old["value_mean"]) if old else None,
+            cu_seqlens=cu,
+        )
+        base, zeroth = self.readout(layout.unpack(mean), k, v, scale, layout, mask, old)
+        at = Centred(
+            gap=layout.pack(q - self.reference),
+            keys=keys,
+            values=values,
+            rho2=rho2,
+            strengths=strengths(log_write, log_forget, log_z, layout, old.get("log_z")),
+            base=layout.pack(base).to(keys.dtype),
+            cu_seqlens=cu,
+        )
+        gates = [layout.pack(gate.clamp(max=LIMIT)) for gate in gates]
+        o, memory = self.remember(at, gates, scale, old, output_state)
+        o = layout.unpack(o).to(q.dtype)
+        if not output_state:
+            return o, None
+        return o, memory | zeroth | {"key_mean": key_mean, "value_mean": value_mean, "log_z": log_z[:, -1]}
