@@ -20,7 +20,7 @@ from linearize.errors import UsageError, UserError, one_line
 from linearize.families import Family, family_of
 from linearize.mixers import MIXERS, HeadShape
 from linearize.recipe import Recipe
-from linearize.teacher import open_teacher, stored_shapes
+from linearize.teacher import empty_model, open_teacher, stored_shapes
 
 LENGTHS = (1024, 8192, 32768)  # tokens at which the caches are compared
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors names
@@ -230,8 +230,7 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     download.
     """
     config, family = source.config, family_of(source.config)
-    with torch.device("meta"):
-        model = family.causal_lm_class()(config)
+    model = empty_model(family, config, source.model, source.shapes)
     _check_tensors(source, model, family)
     blocks = model.model.layers
     shape = HeadShape.from_config(config)

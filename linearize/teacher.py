@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
@@ -225,7 +225,7 @@ def _family_of_folder(folder: Path, source: str) -> Family:
 def _read_json(path: Path) -> dict:
     try:
         fields = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {_first_line(error)}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} is damaged: it is not a JSON object")
@@ -237,8 +237,7 @@ def _check_weights(tensors: TensorIndex, family: Family, config, source: str) ->
 
     Returns the index less what transformers also ignores (the rotary buffers of old checkpoints).
     """
-    with torch.device("meta"), initialization.no_init_weights():
-        model = family.causal_lm_class()(copy.deepcopy(config))
+    model = empty_model(family, config, source, tensors.names())
     wanted = stored_shapes(model, family)
     partner = _tied_partners(model)
     ignored = [r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())]
@@ -262,6 +261,31 @@ def _check_weights(tensors: TensorIndex, family: Family, config, source: str) ->
     if found:
         raise UserError(f"the weights of {source} do not fit its config.json: {'; '.join(found)}")
     return tensors.without(dropped)
+
+
+def empty_model(family: Family, config, source: str, names: Collection[str] | None = None) -> nn.Module:
+    """The family's model on the meta device. UserError when config.json describes none, or not that of the tensors.
+
+    names: of the tensors in the checkpoint, where they are known. Their layers are counted first: a model is built a
+    layer at a time, and a damaged config.json can ask for any number.
+    """
+    before, after = family.layers_prefix.split("{i}")
+    layer = re.compile(re.escape(before) + r"(\d+)" + re.escape(after))
+    if names is not None:
+        stored = max((int(match[1]) + 1 for match in map(layer.match, names) if match), default=0)
+        if config.num_hidden_layers > stored:
+            raise UserError(
+                f"the weights of {source} do not fit its config.json: it names {config.num_hidden_layers} layers, and "
+                f"nothing of {family.layers_prefix.format(i=stored)}* is there"
+            )
+    try:
+        with torch.device("meta"), initialization.no_init_weights():
+            model = family.causal_lm_class()(copy.deepcopy(config))
+            model.tie_weights()  # which no_init_weights leaves out
+            return model
+    except Exception as error:  # model classes meet values that make no sense with errors of every kind
+        problem = f"{type(error).__name__}: {_first_line(error)}"
+        raise UserError(f"{source} has a config.json from which no model can be built ({problem})") from error
 
 
 def stored_shapes(model: nn.Module, family: Family) -> dict[str, tuple[int, ...]]:
@@ -565,7 +589,16 @@ class BlockRunner:
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids [N, T] -> what enters layer 0, [N, T, d], in the runner's dtype; the family's scaling included."""
+        """Token ids [N, T] -> what enters layer 0, [N, T, d], in the runner's dtype; the family's scaling included.
+
+        UserError for an id that the model has no embedding for.
+        """
+        if ids.numel() and int(ids.max()) >= self.config.vocab_size:
+            raise UserError(
+                f"the tokenizer of {self.teacher.source} has tokens that its model lacks",
+                value=f"token {int(ids.max())}, and the model has {self.config.vocab_size}",
+                fix="put the tokenizer that belongs to the model beside its weights",
+            )
         flat = ids.to(self.device).reshape(-1, 1)  # a row for each token: no mask is built
         self._run(input_ids=flat)
         hidden = self._stubs[0].hidden
