@@ -17,6 +17,14 @@ L2_EPS = 1e-6
 HALF_LIFE = 128.0  # tokens; about a quarter of a short training context, far from both forgetting and hoarding
 
 
+def project(linear: nn.Module, x: Tensor) -> Tensor:
+    """An fp32 projection in x's precision, through the module's own call, so that an adapter on it counts."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return linear(x)
+    with torch.autocast(x.device.type, x.dtype):
+        return linear(x)
+
+
 class NativeGDN(Mixer):
     """The gated delta rule on projections of its own, every tensor under the native model's name and layout.
 
@@ -111,7 +119,7 @@ class NativeGDN(Mixer):
         layout = Layout.of(x, segments, cached=state is not None or output_state)
         old = state or {}
         dtype = self.A_log.dtype
-        mixed = F.linear(x, self.in_proj_qkv.weight.to(x.dtype))[:, :, None]
+        mixed = project(self.in_proj_qkv, x)[:, :, None]
         shifted, tail = local_taps(mixed, self.conv1d.weight[0, 0], layout, mask, old.get("tail"))
         taps = self.conv1d.weight[:, 0].flip(1)  # entry j weighs the input j tokens back
         mixed = F.silu(sum(shift[:, :, 0].to(dtype) * taps[:, j] for j, shift in enumerate(shifted)))
@@ -135,6 +143,6 @@ class NativeGDN(Mixer):
             cu_seqlens=layout.cu_seqlens,
         )
         o = self.norm(layout.unpack(o).to(dtype))
-        z = F.linear(x, self.in_proj_z.weight.to(x.dtype)).unflatten(-1, (heads, -1))
+        z = project(self.in_proj_z, x).unflatten(-1, (heads, -1))
         o = (o * F.silu(z.to(dtype))).to(x.dtype)
         return o, {"memory": memory, "tail": tail} if output_state else None
