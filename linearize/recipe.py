@@ -159,8 +159,8 @@ class Data:
 
     source: str = key(
         "bundled",
-        "Training text: bundled, self (sampled from the teacher), files, folders, globs, hub:NAME[:CONFIG][@SPLIT], "
-        "or a mixture 0.7:hub:NAME,0.3:PATH.",
+        "Text: bundled, self (the teacher's own), files, folders, globs, hub:NAME[:CONFIG][@SPLIT]; "
+        "mixed: 0.7:hub:X,0.3:PATH.",
         flag="data",
     )
     column: str = key("text", "Key or column that holds the text in .jsonl, .parquet and Hub data.")

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from linearize import convert as convert_module
 from linearize.checkpoint import RunState
 from linearize.console import Console
 from linearize.convert import convert
-from linearize.data import bundled_documents, pack_rows, read_documents, split_documents
+from linearize.data import bundled_documents, documents, open_sources, pack_rows
 from linearize.recipe import Recipe
 
 # Small enough for a second a conversion; rows of 48 tokens hold the ends of several documents.
@@ -145,8 +144,7 @@ def expected_name(name: str, converted: set[int]) -> str:
 @torch.no_grad()
 def plain_perplexity(model, tokenizer, texts: Path) -> float:
     """Document by document, with the model as anyone would run it; nothing of linearize.evaluate."""
-    _, heldout = split_documents(read_documents(str(texts)))
-    random.Random(0).shuffle(heldout)
+    heldout = documents(open_sources(str(texts), heldout=True))
     rows = pack_rows(heldout, tokenizer, FAST["calibrate.context"], FAST["data.heldout_tokens"], seed=0)
     total, count, pieces = 0.0, 0, 0
     for ids, positions in zip(rows.ids, rows.positions, strict=True):
@@ -240,8 +238,7 @@ def test_records_agree(finished):
     assert len(lines) == STEPS * len(record["layers"]) and [x["layer"] for x in record["layers"]] == [*CONVERTED]
     assert record["text"]["calibration"]["tokens"] == 288 and record["text"]["alignment"]["tokens"] == 384
     # Every token but the first of each document.
-    heldout = bundled_documents("heldout")
-    random.Random(0).shuffle(heldout)
+    heldout = documents(open_sources("bundled", heldout=True))
     rows = pack_rows(heldout, AutoTokenizer.from_pretrained(out), 48, 480, seed=0)
     assert record["heldout"]["tokens"] == int((rows.positions > 0).sum())
 
@@ -328,7 +325,7 @@ def test_text_of_the_teacher_itself(tmp_path, teacher_folder, packed):
     assert {name: part["rows"] for name, part in record["text"].items()} == {
         "calibration": 6, "alignment": 8, "heldout": 10
     }  # fmt: skip
-    assert packed == [bundled_documents("heldout")]
+    assert [sorted(texts) for texts in packed] == [sorted(bundled_documents("heldout"))]
     run_convert(folder, tmp_path / "b", **changes)
     assert weight_bytes(tmp_path / "a") == weight_bytes(tmp_path / "b")
 

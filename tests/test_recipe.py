@@ -139,6 +139,7 @@ def test_round_trip_of_every_key():
             values[option.name] = option.default / 3
     values |= {"model.revision": "0123", "convert.mixer": "0-3=gdn,rest=gdn-standard", "convert.keep_softmax": "last:2"}
     values |= {"data.source": "a: b #c,'d'", "run.device": "cuda:1", "data.sample": "Why? #1"}
+    values |= {"data.column": "body text"}
     values |= {"distill.tokens": 300_007, "distill.long_tokens": 200_001, "distill.cache": "some where"}
     made = Recipe.from_values(values)
     text = made.to_yaml("title\nmore")

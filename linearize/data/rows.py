@@ -80,6 +80,7 @@ def pack_rows(
     seed: int = 0,
     long_only: bool = False,
     shuffle: bool = True,
+    read_tokens: int | None = None,
 ) -> Rows:
     """Tokenise documents in order and pack them into full rows of `context` tokens.
 
@@ -87,7 +88,8 @@ def pack_rows(
     positions restarting at each border. Special tokens are the tokenizer's own habit (a BOS per document where it adds
     one). Reading stops when `tokens` (rounded up to whole rows) are in hand; None takes everything. The last,
     incomplete row is dropped, and `Rows.dropped` says how long it was. `long_only` keeps only full windows of a single
-    document. `shuffle` orders the rows by `seed`; the same input, tokenizer and seed give the same rows.
+    document; `read_tokens` is where to give up looking for more of them. `shuffle` orders the rows by `seed`; the same
+    input, tokenizer and seed give the same rows.
 
     Raises UserError when there is not a single full row. Fewer rows than asked for are not an error: see
     `Rows.shortfall`.
@@ -100,7 +102,7 @@ def pack_rows(
     for ids in tokenised(documents, tokenizer):
         count, total, longest = count + 1, total + len(ids), max(longest, len(ids))
         packer.add(ids)
-        if wanted is not None and packer.rows >= wanted:
+        if (wanted is not None and packer.rows >= wanted) or (read_tokens is not None and total >= read_tokens):
             break
     if not packer.rows:
         if long_only and total >= context:

@@ -285,27 +285,21 @@ def open_sources(
             )
     for source in found:
         if isinstance(source, TextSource) and source.hold is not None:
-            _learn(source)
+            source.hold.learn(_pieces(source))
     return found
 
 
-def _learn(source: TextSource) -> None:
+def _pieces(source: TextSource) -> Iterator[str]:
     found = False
+    for piece in source.pieces():
+        found = True
+        yield piece
+    if not found:
+        raise _no_text(source.name)
 
-    def pieces() -> Iterator[str]:
-        nonlocal found
-        for piece in source.pieces():
-            found = True
-            yield piece
 
-    try:
-        source.hold.learn(pieces())
-    except UserError:
-        if found:
-            raise
-        raise UserError(
-            "the data has no text in it", value=source.name, fix="every document is empty; give files with text"
-        ) from None
+def _no_text(name: str) -> UserError:
+    return UserError("the data has no text in it", value=name, fix="every document is empty; give files with text")
 
 
 def documents(sources: Sequence[Source], seed: int = 0) -> Iterator[str]:
@@ -353,7 +347,7 @@ def _stream(files: list[Path], spec: str, column: str) -> Iterator[str]:
                 found = True
                 yield text
     if not found:
-        raise UserError("the data has no text in it", value=spec, fix="every document is empty; give files with text")
+        raise _no_text(spec)
 
 
 # ---- Hub data sets --------------------------------------------------------------------------------------------------
