@@ -3,6 +3,8 @@
 import copy
 import json
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -433,3 +435,14 @@ def test_a_check_above_its_limits_fails(source, tmp_path, capsys, monkeypatch, c
     assert "cached decoding" in captured.out
     if message:
         assert f"error: the export differs from its source: {message}" in captured.err
+
+
+def test_the_vllm_script_compares():
+    """Its own part, without vLLM: where rows part, and by how much they differ until then."""
+    path = Path(__file__).parents[1] / "recipes" / "vllm-smoke" / "smoke.py"
+    smoke = runpy.run_path(str(path))
+    want = [([1, 2, 3], [-0.1, -0.2, -0.3]), ([4, 5], [-1.0, -1.0])]
+    got = [([1, 2, 3], [-0.1, -0.25, -0.3]), ([4, 6], [-1.5, -0.1])]
+    rows = smoke["compare"](want, got)
+    assert [row["same_tokens"] for row in rows] == [3, 1] and [row["of"] for row in rows] == [3, 2]
+    assert [row["largest_difference"] for row in rows] == pytest.approx([0.05, 0.5])
