@@ -37,8 +37,8 @@ def of_transformers(folder: str, dtype: str, tokens: int) -> list[tuple[list[int
             return_dict_in_generate=True,
         )
         new = out.sequences[0, ids.shape[1] :].tolist()
-        scores = [float(logits[0].float().log_softmax(-1)[token]) for logits, token in zip(out.logits, new, strict=True)]
-        rows.append((new, scores))
+        scores = [logits[0].float().log_softmax(-1)[token] for logits, token in zip(out.logits, new, strict=True)]
+        rows.append((new, [float(score) for score in scores]))
     del model
     torch.cuda.empty_cache()
     return rows
