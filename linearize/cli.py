@@ -180,6 +180,19 @@ def inspect_model(
     run(model, recipe, _console(recipe), layers=layers, mixers=mixers, out=out)
 
 
+@app.command(epilog="Example: linearize report out/smollm2")
+def report(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="A converted folder.", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and warnings.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write DIR/report.html, one page with every figure and table that DIR holds, and refresh its model card."""
+    from linearize.report import report as run
+
+    run(out, Console(quiet=quiet, json=json, verbose=verbose))
+
+
 @recipes_app.command("ls", epilog="Example: linearize recipes ls")
 def recipes_ls(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,

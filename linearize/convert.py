@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from linearize import __version__
 from linearize.align import Step, align_layer
 from linearize.calibrate import calibrate_layer
-from linearize.card import model_card
+from linearize.card import licence_of, model_card
 from linearize.checkpoint import RunState, atomic_write_text, format_bytes
 from linearize.console import Console
 from linearize.data import Rows, bundled_documents, content_hash, pack_rows, read_documents, self_text, split_documents
@@ -395,7 +395,7 @@ def write_checkpoint(
     out = run.out
     teacher.copy_side_files(out)
     write_shim(out)
-    atomic_write_text(out / "README.md", model_card(record))
+    atomic_write_text(out / "README.md", model_card(record, licence=licence_of(teacher.folder)))
     metrics = [
         {"layer": layer["layer"], "step": step + 1, "tokens": (step + 1) * layer["tokens_per_step"], "loss": loss}
         for layer in record["layers"]

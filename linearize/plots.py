@@ -1,7 +1,7 @@
 """The figures of `inspect` and `report`: one look for both, legible for the colour-blind, on paper and on a phone.
 
 Every function takes plain numbers and returns a matplotlib figure about as wide as a phone; :func:`png` and :func:`svg`
-turn it into bytes and text. Series differ in marker and dash as well as in colour (Okabe and Ito's palette). None and
+turn it into bytes and text. Series differ in marker as well as in colour (Okabe and Ito's palette). None and
 not-a-number leave a gap. matplotlib comes with the extra ``plots`` and is imported when the first figure is drawn.
 """
 
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'linearize[plots]'"
 
-INK, FAINT = "#1f2328", "#d0d7de"  # `svg` finds what follows the page's colours by these two
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#7a7a7a")
+INK, FAINT, BLUE = "#1f2328", "#d0d7de", "#0072b2"  # `svg` finds what follows the page's colours by these three
+COLOURS = (BLUE, "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#7a7a7a")
 MARKERS = "osD^vPX*"
-DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)))
 TEACHER = {"color": INK, "linestyle": "--", "marker": "s", "markerfacecolor": "none"}
 STUDENT = {"color": COLOURS[0], "linestyle": "-", "marker": "o"}
 SEQUENTIAL = "cividis"  # even in lightness: it survives a grey printer
@@ -51,6 +50,7 @@ STYLE = {
     "grid.color": FAINT,
     "grid.linewidth": 0.6,
     "text.color": INK,
+    "text.parse_math": False,  # a name with dollar signs is a name
     "xtick.color": INK,
     "ytick.color": INK,
     "lines.linewidth": 1.5,
@@ -259,9 +259,9 @@ def _figure(rows: int = 1, height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
 
 
 def _look(i: int) -> dict:
-    """Colour, marker and dash of series i."""
+    """Colour and marker of series i."""
     n = len(COLOURS)
-    return {"color": COLOURS[i % n], "marker": MARKERS[i % n], "linestyle": DASHES[i % n]}
+    return {"color": COLOURS[i % n], "marker": MARKERS[i % n], "linewidth": 1.2}
 
 
 def _gaps(values: Values) -> list[float]:
@@ -329,8 +329,8 @@ def png(figure: Figure) -> bytes:
 def svg(figure: Figure, name: str) -> str:
     """The figure as an <svg> element for the inside of a page, without a background.
 
-    Text and lines take the page's ``--ink`` and ``--faint``, so that they follow a dark page. name: of the figure, for
-    those who hear the page, and to keep the element's ids apart from other figures'.
+    Text, lines and the first colour take the page's ``--ink``, ``--faint`` and ``--blue``, so that they follow a dark
+    page. name: of the figure, for those who hear the page, and to keep the element's ids apart from other figures'.
     """
     buffer = io.StringIO()
     figure.savefig(
@@ -338,7 +338,8 @@ def svg(figure: Figure, name: str) -> str:
     )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    text = text.replace(INK, "var(--ink)").replace(FAINT, "var(--faint)")
+    for colour, variable in ((INK, "--ink"), (FAINT, "--faint"), (BLUE, "--blue")):
+        text = text.replace(colour, f"var({variable})")
     key = re.sub(r"\W+", "-", name)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{key}-", text)
     width, height = figure.get_size_inches() * 72

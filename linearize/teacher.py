@@ -64,6 +64,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+CARD = "README.md"  # downloaded for the licence that it names, and not copied: the result has a card of its own
 SIDE_FILES = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 GGUF_CACHE_FORMAT = 1
 # Small shards: while a .gguf file is dequantised, one of them is held beside the whole model.
@@ -321,7 +322,7 @@ def _download(model: str, path: Path, revision: str | None) -> Path:
         raise UserError(f"no such model: {looked}, and not a Hub id either", value=model) from None
     if model.endswith(".gguf") or model.startswith((".", "~", "/")):
         raise UserError(f"no such model: {looked}", value=model)
-    folder = _snapshot(model, revision, [CONFIG, INDEX, *SIDE_FILES, "additional_chat_templates/*"], looked)
+    folder = _snapshot(model, revision, [CONFIG, INDEX, CARD, *SIDE_FILES, "additional_chat_templates/*"], looked)
     if not (folder / CONFIG).exists():
         raise UserError(f"{model} has no {CONFIG} on the Hub or in its cache", value=model)
     _family_of_folder(folder, model)

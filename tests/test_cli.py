@@ -42,6 +42,7 @@ FLAGS = {
     "export": """
         --to --allow-head-padding --check --dtype --max-shard-size --json --quiet -q --verbose -v --help -h
     """,
+    "report": "--json --quiet -q --verbose -v --help -h",
     "recipes": "--help -h",
     "recipes ls": "--json --help -h",
     "recipes show": "--help -h",

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 from linearize import cli
 from linearize import convert as convert_module
-from linearize.checkpoint import RunState
+from linearize.checkpoint import RunState, format_bytes
 from linearize.console import Console
 from linearize.convert import convert
 from linearize.data import bundled_documents, documents, open_sources, pack_rows
@@ -249,7 +249,7 @@ def test_records_agree(finished):
         f"{measured['retained_percent']:.1f} %",
         f"{measured['tokens']} tokens",
         "layers 0, 1, 2",
-        str(record["cache"][0]["student"]),
+        format_bytes(record["cache"][0]["student"]),
     ):
         assert shown in card, shown
     assert "base_model" not in card, "a local teacher is not on the Hub"
