@@ -9,14 +9,14 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from linearize import __version__
 from linearize.console import Console
 from linearize.errors import UsageError, UserError
-from linearize.recipe import GROUPS, OPTIONS, Option, Recipe, find_recipe, recipe_names, recipes_dir
+from linearize.recipe import GROUPS, OPTIONS, Option, Recipe, find_recipe, parse_size, recipe_names, recipes_dir
 
 # typer keeps its exception classes private; the public BadParameter is a UsageError, which is a ClickException.
 ParserError = typer.BadParameter.__mro__[2]
@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="List, show or copy the recipes that ship with linearize.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes", epilog="Example: linearize recipes show smollm2-135m-cpu-demo")
+bench_app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench", epilog="Example: linearize bench decode out/smollm2 --teacher")
 
 ModelArg = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a .gguf file or a Hub id.", show_default=False)
@@ -45,6 +47,29 @@ RecipeOption = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Set a recipe key, e.g. -s align.lr=3e-4; may be repeated."),
+]
+HOW = "Execution"
+OWN = "Own measures"
+DeviceOption = Annotated[
+    str, typer.Option("--device", metavar="TEXT", help="auto, cpu, cuda or cuda:N.", rich_help_panel=HOW)
+]
+DtypeOption = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(
+        "--dtype", metavar="TEXT", help="float32, bfloat16, float16, or auto: as stored.", rich_help_panel=HOW
+    ),
+]
+SeedOption = Annotated[
+    int, typer.Option("--seed", metavar="N", min=0, help="Seed of everything random.", rich_help_panel=HOW)
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=HOW)
+]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress, only results and warnings.", rich_help_panel=HOW)
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say more; show the traceback of an error.", rich_help_panel=HOW)
 ]
 METAVARS = {"text": "TEXT", "int": "N", "float": "X", "count": "N", "bytes": "SIZE"}
 
@@ -100,11 +125,20 @@ def root(
 
 @app.command(epilog="Example: linearize plan HuggingFaceTB/SmolLM2-135M-Instruct --keep-softmax every:4")
 @takes_recipe
-def plan(model: ModelArg, recipe: Recipe) -> None:
-    """Say what convert would do: layers, memory, disk and tokens, from config and headers alone."""
+def plan(
+    model: ModelArg,
+    recipe: Recipe,
+    lengths: Annotated[
+        str, typer.Option("--lengths", metavar="TOKENS,...", help="Lengths at which the caches are compared.")
+    ] = "1024,8192,32768",
+    batches: Annotated[
+        str, typer.Option("--batches", metavar="N,...", help="Numbers of sequences in these caches.")
+    ] = "1",
+) -> None:
+    """Say what convert would do: layers, caches, memory, disk, time, from config and headers alone."""
     from linearize.plan import plan_model
 
-    plan_model(model, recipe).show(_console(recipe))
+    plan_model(model, recipe, _sizes(lengths, "--lengths"), _sizes(batches, "--batches")).show(_console(recipe))
 
 
 @app.command(
@@ -178,6 +212,241 @@ def inspect_model(
     }
     recipe = Recipe.resolve(flags=flags)
     run(model, recipe, _console(recipe), layers=layers, mixers=mixers, out=out)
+
+
+def _sizes(text: str, flag: str) -> tuple[int, ...]:
+    """Sizes separated by commas, each at least 1: `1k,8k`."""
+    sizes = tuple(parse_size(part) for part in text.split(","))
+    if min(sizes) < 1:
+        raise UsageError(f"{flag} is too small", value=text, fix="at least 1")
+    return sizes
+
+
+@app.command(
+    "eval",
+    epilog="Example: linearize eval out/smollm2 --tasks piqa,arc_easy,perplexity,recall. "
+    "Own measures: perplexity, parity, recall, repetition; every other name is lm-eval's (lm_eval ls tasks). "
+    "Above chance is (student - chance) / (teacher - chance), chance being 1 / number of choices.",
+)
+def evaluate(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of the converted model.", show_default=False)],
+    tasks: Annotated[
+        str, typer.Option("--tasks", metavar="NAMES", help="Tasks, groups, tags, globs, task files, own measures.")
+    ],
+    teacher: Annotated[
+        str | None, typer.Option("--teacher", metavar="MODEL", help="Compare with this.", show_default="DIR's teacher")
+    ] = None,
+    no_teacher: Annotated[bool, typer.Option("--no-teacher", help="Measure DIR alone.")] = False,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", metavar="FOLDER", help="More task files.", show_default="none")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            metavar="N",
+            min=1,
+            help="Documents a task, to try it out; prompts or texts of the own measures.",
+            show_default="all",
+        ),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option("--num-fewshot", metavar="N", min=0, help="Examples in the prompt.", show_default="the task's"),
+    ] = None,
+    batch_size: Annotated[
+        str, typer.Option("--batch-size", metavar="auto|N", help="Requests at once; auto is 1 on a CPU.")
+    ] = "auto",
+    chat: Annotated[bool, typer.Option("--chat", help="Put the tasks' prompts into the chat template.")] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="TEXT",
+            rich_help_panel=OWN,
+            help="Text of perplexity, parity and repetition: .txt/.jsonl files, folders, globs.",
+            show_default="bundled held-out text",
+        ),
+    ] = None,
+    context: Annotated[
+        str, typer.Option("--context", metavar="N", help="Tokens in a window of perplexity.", rich_help_panel=OWN)
+    ] = "1024",
+    lengths: Annotated[
+        str, typer.Option("--lengths", metavar="N,N", help="Tokens in the prompts of recall.", rich_help_panel=OWN)
+    ] = "128,512,2048,8192",
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure the teacher again, whatever is kept.")] = False,
+    seed: SeedOption = 0,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Score the converted model beside its teacher on lm-eval tasks and on own measures."""
+    if teacher is not None and no_teacher:
+        raise UsageError("--teacher and --no-teacher exclude each other", fix="leave one out")
+    if batch_size != "auto" and not re.fullmatch(r"[1-9]\d*", batch_size):
+        raise UsageError("--batch-size is auto or a number", value=batch_size, fix="for example --batch-size 8")
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    if not names:
+        raise UsageError("--tasks names nothing", value=tasks, fix="for example --tasks piqa,arc_easy,perplexity")
+    windows = _sizes(context, "--context")
+    if len(windows) > 1:
+        raise UsageError("--context is one number", value=context, fix="for example --context 2k")
+    lengths_asked = _sizes(lengths, "--lengths")
+    from linearize.evaluate import Options
+    from linearize.evaluate import evaluate as run
+
+    options = Options(
+        tasks=names,
+        teacher=teacher,
+        no_teacher=no_teacher,
+        include_path=include_path,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        apply_chat_template=chat,
+        data=data,
+        context=windows[0],
+        lengths=lengths_asked,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        refresh=refresh,
+    )
+    run(folder, options, Console(quiet=quiet, json=json, verbose=verbose))
+
+
+@app.command(epilog='Example: linearize generate out/smollm2 "Why is the sky blue?" --teacher')
+def generate(
+    model: Annotated[str, typer.Argument(metavar="DIR", help="A converted folder, or any MODEL.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="Text to go on from; - reads it from stdin.", show_default=False)
+    ],
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", help="Tokens to make, at most.")
+    ] = 200,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="X", help="0 takes the likeliest token; above, tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p", metavar="X", help="Draw from the likeliest tokens up to this share.", show_default="all"
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat", help="The prompt is a user's message.", show_default="where there is a chat template"
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System message of the chat.", show_default="none")
+    ] = None,
+    teacher: Annotated[bool, typer.Option("--teacher", help="The teacher's answer beside it.")] = False,
+    seed: SeedOption = 0,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Let the model go on from a prompt."""
+    from linearize.generate import Options
+    from linearize.generate import generate as run
+
+    options = Options(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        chat=chat,
+        system=system,
+        teacher=teacher,
+        device=device,
+        dtype=dtype,
+    )
+    _, stopped = run(model, prompt, options, Console(quiet=quiet, json=json, verbose=verbose))
+    if stopped:
+        raise typer.Exit(130)
+
+
+@bench_app.command(
+    "decode", epilog="Example: linearize bench decode out/smollm2 --teacher --context 1k,8k --batch 1,16"
+)
+def bench_decode(
+    model: Annotated[str, typer.Argument(metavar="DIR", help="A converted folder, or any MODEL.", show_default=False)],
+    teacher: Annotated[bool, typer.Option("--teacher", help="The teacher beside it.")] = False,
+    context: Annotated[str, typer.Option("--context", metavar="N,N", help="Tokens in the cache.")] = "1024,8192",
+    batch: Annotated[str, typer.Option("--batch", metavar="N,N", help="Rows that are decoded at once.")] = "1",
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps that are timed.")] = 32,
+    seed: SeedOption = 0,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Time a decode step and the prefill before it, and weigh the cache."""
+    sizes = {"context": _sizes(context, "--context"), "batch": _sizes(batch, "--batch")}
+    from linearize.bench import Options, decode
+
+    options = Options(**sizes, steps=steps, teacher=teacher, seed=seed, device=device, dtype=dtype)
+    decode(model, options, Console(quiet=quiet, json=json, verbose=verbose))
+
+
+@bench_app.command(
+    "kernels",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: linearize bench kernels --out kernels.json --quick",
+)
+def bench_kernels(context: typer.Context) -> None:
+    """Check and time the kernels on this GPU, in a checkout; arguments go to kernels/benchmarks/gpu_check.py."""
+    from linearize.bench import kernels
+
+    raise typer.Exit(kernels(context.args))
+
+
+@app.command(epilog="Example: linearize export out/qwen3-hybrid out/native --check")
+def export(
+    model: Annotated[str, typer.Argument(metavar="DIR", help="A converted model, or a model that was not converted.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the native model.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", metavar="qwen3_5", help="The architecture.")] = "qwen3_5",
+    allow_head_padding: Annotated[
+        bool,
+        typer.Option(
+            "--allow-head-padding", help="Add constant dimensions to softmax heads without QK-norm (Llama and others)."
+        ),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Reload OUT in a fresh process and compare; exit 1 if it differs.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="auto|bfloat16|float32", help="Of the weights; auto as they are.")
+    ] = "auto",
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a weight file at most.")
+    ] = "5GB",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and warnings.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write DIR to OUT as an architecture that transformers, vLLM and SGLang know, where that is possible exactly."""
+    from linearize.export import export as run
+
+    flags = {"run.dtype": dtype, "run.max_shard_size": max_shard_size}
+    options = Recipe.resolve(flags=flags).run
+    run(
+        model,
+        out,
+        Console(quiet=quiet, json=json, verbose=verbose),
+        to=to,
+        allow_head_padding=allow_head_padding,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        check=check,
+    )
 
 
 @app.command(epilog="Example: linearize report out/smollm2")

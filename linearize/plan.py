@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,23 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from linearize.checkpoint import format_bytes
-from linearize.console import Console, format_count
+from linearize.console import Console, format_count, format_seconds
 from linearize.data import check_sources
 from linearize.errors import UsageError, UserError, one_line
+from linearize.export import exportable
 from linearize.families import Family, family_of
 from linearize.mixers import MIXERS, HeadShape
-from linearize.recipe import Recipe
+from linearize.recipe import Distill, Recipe
 from linearize.teacher import empty_model, open_teacher, stored_shapes
 
 LENGTHS = (1024, 8192, 32768)  # tokens at which the caches are compared
+CHUNK = 64  # tokens that the mixers' kernels take at once
+# Floating point operations a second that the stages were measured to reach: align and calibrate on the converted
+# layers, forward on everything that runs through whole layers and the head. From results.json of the recipe
+# smollm2-135m-cpu-demo; a test compares them with it.
+RATES = {"two CPU cores": {"forward": 60e9, "calibrate": 13e9, "align": 25e9}}
+# What the search for a layer's start evaluates: this many memories on the tokens that choose.
+SEARCHED = 12
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors names
 
 
@@ -85,8 +94,12 @@ class Plan:
     align_tokens_per_layer: int
     align_steps_per_layer: int
     align_tokens: int
+    distill_tokens: int
     memory: dict[str, int]
+    distill_memory: dict[str, int]
     disk: dict[str, int]
+    seconds: dict[str, float]
+    export: dict[str, str | None]  # by target: why the student cannot be written so, None when it can
 
     @property
     def converted(self) -> list[int]:
@@ -96,7 +109,8 @@ class Plan:
         """The plan in one line, as convert prints it before it starts."""
         kinds = sorted({layer.becomes for layer in self.layers if layer.state_bytes})
         kept = [str(layer.layer) for layer in self.layers if not layer.state_bytes]
-        memory, disk = (format_bytes(sum(parts.values())) for parts in (self.memory, self.disk))
+        memory = format_bytes(max(sum(self.memory.values()), sum(self.distill_memory.values())))
+        disk = format_bytes(sum(self.disk.values()))
         return (
             f"{self.model}: {self.family}, {format_count(self.parameters)} parameters; {len(self.converted)} of "
             f"{len(self.layers)} layers become {' and '.join(kinds)}, softmax stays in {', '.join(kept) or 'none'}; "
@@ -108,6 +122,7 @@ class Plan:
         return asdict(self) | {
             "converted_layers": self.converted,
             "memory_bytes": sum(self.memory.values()),
+            "distill_memory_bytes": sum(self.distill_memory.values()),
             "disk_bytes": sum(self.disk.values()),
         }
 
@@ -131,10 +146,10 @@ class Plan:
             ],
         )
         console.table(
-            "cache of one sequence",
-            ("tokens", "teacher", "student", "student / teacher"),
+            "cache, all layers",
+            ("sequences", "tokens each", "teacher", "student", "student / teacher"),
             [
-                (c["tokens"], *(format_bytes(c[who]) for who in ("teacher", "student")), c["student"] / c["teacher"])
+                (c["batch"], c["tokens"], format_bytes(c["teacher"]), format_bytes(c["student"]), _share(c))
                 for c in self.cache
             ],
         )
@@ -146,9 +161,16 @@ class Plan:
                 f"({self.align_steps_per_layer} steps each)",
             )
         )
-        for title, parts in (("memory", self.memory), ("disk", self.disk)):
-            needs.append((title, f"about {format_bytes(sum(parts.values()))}"))
-            needs += [(f"  {name.replace('_', ' ')}", format_bytes(size)) for name, size in parts.items()]
+        if self.distill_tokens:
+            needs.append(("distillation tokens", format_count(self.distill_tokens)))
+        memory = {"memory, layer by layer": self.memory, "memory, end to end": self.distill_memory}
+        for title, parts in (memory | {"disk": self.disk}).items():
+            if parts:
+                needs.append((title, f"about {format_bytes(sum(parts.values()))}"))
+                needs += [(f"  {name.replace('_', ' ')}", format_bytes(size)) for name, size in parts.items()]
+        for device, seconds in self.seconds.items():
+            needs.append((f"time on {device}", f"about {format_seconds(seconds)}"))
+        needs += [(f"export to {name}", f"no: {why}" if why else "yes") for name, why in self.export.items()]
         console.table("what convert needs", ("", "amount"), needs)
         if self.notes:
             console.line(f"note: {self.notes}")
@@ -157,11 +179,20 @@ class Plan:
         console.result(self.as_dict())
 
 
-def plan_model(model: str, recipe: Recipe) -> Plan:
-    """The plan of `linearize convert MODEL`. Raises UserError for whatever would stop it from starting."""
+def _share(cache: dict[str, int]) -> float:
+    return cache["student"] / cache["teacher"]
+
+
+def plan_model(
+    model: str, recipe: Recipe, lengths: Sequence[int] = LENGTHS, batches: Sequence[int] = (1,)
+) -> Plan:
+    """The plan of `linearize convert MODEL`. Raises UserError for whatever would stop it from starting.
+
+    lengths, batches: tokens and numbers of sequences at which the caches of teacher and student are compared.
+    """
     check_device(recipe.run.device)
     check_sources(recipe.data.source)
-    return make_plan(read_source(model, recipe), recipe)
+    return make_plan(read_source(model, recipe), recipe, lengths, batches)
 
 
 def check_device(device: str) -> None:
@@ -221,13 +252,17 @@ def _hub(model: str, path: Path, revision: str | None) -> Source:
     return Source(model, config, DTYPES[most], shapes, download=by_dtype.total())
 
 
-def make_plan(source: Source, recipe: Recipe) -> Plan:
+def make_plan(
+    source: Source, recipe: Recipe, lengths: Sequence[int] = LENGTHS, batches: Sequence[int] = (1,)
+) -> Plan:
     """Work out the plan of a teacher. Raises UserError for a family or layers that cannot be converted.
 
-    Memory: one block in fp32 with AdamW's gradient and two moments for its attention and mixer, embeddings and head in
-    fp32, the hidden states of one layer's text for teacher and student in fp32, and one step's activations. Disk: the
-    checkpoint, the finished layers in fp32 that a stopped run goes on from, and a .gguf file's dequantised copy or the
-    download.
+    Memory, layer by layer: one block in fp32 with AdamW's gradient and two moments for its attention and mixer,
+    embeddings and head in fp32, the hidden states of the text as far as align.cache_bytes allows, and one step's
+    activations; on a GPU all of it is there. End to end, in one process: fp32 weights, gradients, two moments and the
+    running mean of what trains, the rest in fp32, and the teacher. Disk: the checkpoint, the finished layers in fp32
+    that a stopped run goes on from, hidden states beyond the budget, and a .gguf file's dequantised copy or the
+    download. Time: see :func:`work`.
     """
     config, family = source.config, family_of(source.config)
     model = empty_model(family, config, source.model, source.shapes)
@@ -245,12 +280,16 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     steps = align.tokens // align.batch_tokens
     block = max(_count(block) for block in blocks)
     text = max(steps * align.batch_tokens, calibrate.tokens, recipe.data.heldout_tokens)
-    batch = max(align.batch_tokens if align.tokens else 0, calibrate.context)
+    rows = max(align.batch_tokens if align.tokens else 0, calibrate.context)
     width = config.hidden_size + 2 * config.intermediate_size + 6 * shape.q_heads * shape.key_dim
+    hidden = 2 * getattr(torch, align.cache_dtype).itemsize * text * config.hidden_size
+    kept = min(hidden, 2 * align.cache_bytes)
     disk = {
         "checkpoint": parameters * dtype.itemsize + 4 * new,
         "finished_layers": 4 * sum(at.parameters + at.mixer_parameters for at in layers if at.state_bytes),
     }
+    if hidden > kept:
+        disk["hidden_states"] = hidden - kept
     if source.unpack:
         disk["dequantised_copy"] = 4 * parameters
     if source.download:
@@ -265,24 +304,83 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
         layers=layers,
         cache=[
             {
+                "batch": batch,
                 "tokens": tokens,
-                "teacher": sum(layer.cache_bytes(tokens, False) for layer in layers),
-                "student": sum(layer.cache_bytes(tokens, True) for layer in layers),
+                "teacher": batch * sum(layer.cache_bytes(tokens, False) for layer in layers),
+                "student": batch * sum(layer.cache_bytes(tokens, True) for layer in layers),
             }
-            for tokens in LENGTHS
+            for batch in batches
+            for tokens in lengths
         ],
         calibrate_tokens=calibrate.tokens,
         align_tokens_per_layer=align.tokens,
         align_steps_per_layer=steps,
         align_tokens=align.tokens * len(specs),
+        distill_tokens=recipe.distill.tokens + recipe.distill.long_tokens,
         memory={
             "block_and_optimizer": 4 * block + (12 * trained if align.tokens else 0),
             "embeddings_and_head": 4 * (parameters - sum(_count(block) for block in blocks)),
-            "hidden_states": 2 * 4 * text * config.hidden_size,
-            "activations": 4 * batch * width,
+            "hidden_states": kept,
+            "activations": 4 * rows * width,
         },
+        distill_memory=_distill_memory(recipe.distill, layers, parameters, source.dtype.itemsize),
         disk=disk,
+        seconds={
+            device: sum(flops / rates[stage] for stage, flops in work(config, model, shape, recipe, len(specs)).items())
+            for device, rates in RATES.items()
+            if not recipe.distill.tokens
+        },
+        export={"qwen3_5": exportable(config, specs)},
     )
+
+
+def _distill_memory(options: Distill, layers: list[LayerPlan], parameters: int, itemsize: int) -> dict[str, int]:
+    if not options.tokens:
+        return {}
+    new = sum(at.mixer_parameters for at in layers)
+    attention = sum(at.parameters for at in layers if at.state_bytes)
+    trained = {"all": parameters + new, "attention": attention + new, "mixers": new}[options.train]
+    return {
+        "student": 4 * (parameters + new),
+        "gradients_and_moments": (12 + 4 * bool(options.ema)) * trained,
+        "teacher": itemsize * parameters,
+    }
+
+
+def work(
+    config: PreTrainedConfig, model: nn.Module, shape: HeadShape, recipe: Recipe, converted: int
+) -> dict[str, float]:
+    """Floating point operations of calibration, alignment and measurement, by stage; two for a multiply and add.
+
+    forward: calibration (teacher and student), alignment and held-out text (both) through every layer, and the head.
+    calibrate: on each converted layer, the search on the tokens that choose, and queries, keys, values and the refit
+    of the output on all. align: teacher forward, student forward and backward. A memory of a head costs a token
+    ``6 K V + 2 C (3 K + V)`` in chunks of C.
+    """
+    calibrate, align = recipe.calibrate, recipe.align
+    heads, key, value = shape.q_heads, shape.key_dim, shape.value_dim
+    memory = heads * (6 * key * value + 2 * CHUNK * (3 * key + value))
+    attention = 2 * _count(model.model.layers[0].self_attn)
+    layer = attention + sum(2 * _used(block, config) for block in model.model.layers) / len(model.model.layers)
+    head = 2 * config.hidden_size * config.vocab_size
+    heldout = recipe.data.heldout_tokens
+    streamed = 2 * calibrate.tokens + align.tokens + 2 * heldout
+    chosen = min(calibrate.select_tokens, calibrate.tokens)
+    refit = 2 * (heads * value) ** 2
+    return {
+        "forward": streamed * layer * len(model.model.layers) + 2 * heldout * head,
+        "calibrate": converted * (chosen * SEARCHED * memory + calibrate.tokens * (2 * attention + memory + refit)),
+        "align": converted * align.tokens * (4 * attention + 3 * memory),
+    }
+
+
+def _used(block: nn.Module, config: PreTrainedConfig) -> float:
+    """Weights of a block beyond its attention that one token meets: of the experts only the chosen ones."""
+    of_experts = sum(p.numel() for name, p in block.named_parameters() if ".experts." in name)
+    others = _count(block) - _count(block.self_attn) - of_experts
+    if of_experts:
+        of_experts *= config.num_experts_per_tok / config.num_experts
+    return others + of_experts
 
 
 def _layer(
@@ -341,11 +439,14 @@ def _check_tensors(source: Source, model: nn.Module, family: Family) -> None:
 
 def memory_warning(plan: Plan) -> str | None:
     """What to say when the machine has less memory than the plan asks for, or None."""
-    needed = sum(plan.memory.values())
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed <= here:
-        return None
-    return (
-        f"about {format_bytes(needed)} of memory are needed and this machine has {format_bytes(here)}: "
-        "lower --align-batch-tokens or --align-tokens"
-    )
+    for parts, fix in (
+        (plan.memory, "lower --align-batch-tokens or --align-cache-bytes"),
+        (plan.distill_memory, "share it over more processes, or train less with --distill-train mixers"),
+    ):
+        if sum(parts.values()) > here:
+            return (
+                f"about {format_bytes(sum(parts.values()))} of memory are needed and this machine has "
+                f"{format_bytes(here)}: {fix}"
+            )
+    return None

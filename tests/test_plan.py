@@ -1,5 +1,6 @@
 """What `linearize plan` says against models that are really built, and that it exits 0 only if convert would run."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -7,13 +8,22 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from linearize import cli, plan
 from linearize.checkpoint import TensorIndex
 from linearize.errors import UserError
 from linearize.mixers import MIXERS, HeadShape
-from linearize.recipe import Recipe
+from linearize.recipe import OPTIONS, Recipe, recipes_dir
 
 SIZES = {
     "vocab_size": 100,
@@ -100,6 +110,78 @@ def test_table_has_the_numbers_of_the_object(teacher, capsys):
         row = next(row for row in rows if row[:1] == [str(layer["layer"])])
         assert row[2] == layer["becomes"] and str(layer["parameters"]) in row
     assert plan.format_bytes(said["memory_bytes"]) in out and plan.format_bytes(said["disk_bytes"]) in out
+
+
+def test_lengths_and_numbers_of_sequences(teacher, capsys):
+    said = plan_json(capsys, teacher.folder, "--lengths", "100,2k", "--batches", "1,16")
+    at = {(c["batch"], c["tokens"]): c for c in said["cache"]}
+    assert list(at) == [(1, 100), (1, 2000), (16, 100), (16, 2000)]
+    assert all(at[16, n][who] == 16 * at[1, n][who] for n in (100, 2000) for who in ("teacher", "student"))
+    assert cli.run(["plan", str(teacher.folder), "--lengths", "0"]) == 2
+    assert cli.run(["plan", str(teacher.folder), "--batches", "many"]) == 2
+
+
+def test_end_to_end_training_needs_the_whole_model(teacher, capsys):
+    said = plan_json(capsys, teacher.folder, "--distill-tokens", "1M")
+    student = said["parameters"] + said["mixer_parameters"]
+    assert said["distill_memory"]["student"] == 4 * student and said["distill_memory"]["teacher"] == 2 * (
+        said["parameters"]
+    )
+    assert said["distill_memory"]["gradients_and_moments"] == 12 * student
+    mixers = plan_json(capsys, teacher.folder, "--distill-tokens", "1M", "-s", "distill.train=mixers")
+    assert mixers["distill_memory"]["gradients_and_moments"] == 12 * said["mixer_parameters"]
+    assert plan_json(capsys, teacher.folder)["distill_memory"] == {}
+
+
+def test_hidden_states_beyond_the_budget_are_on_disk(teacher, capsys):
+    said = plan_json(capsys, teacher.folder, "--align-tokens", "1M")
+    small = plan_json(capsys, teacher.folder, "--align-tokens", "1M", "-s", "align.cache_bytes=10MB")
+    assert small["memory"]["hidden_states"] == 20_000_000
+    assert small["disk"]["hidden_states"] + 20_000_000 == said["memory"]["hidden_states"]
+
+
+def test_export_is_foreseen(teacher, tmp_path, capsys):
+    assert "gdn mixer" in plan_json(capsys, teacher.folder)["export"]["qwen3_5"]
+    save(tmp_path, Qwen3Config(**SIZES))
+    assert plan_json(capsys, tmp_path, "--mixer", "gdn-native")["export"] == {"qwen3_5": None}
+
+
+def test_time_is_scaled_from_the_measured_demo():
+    """The rates are those of the committed figures: stage by stage, what was done over the seconds that it took."""
+    name = "smollm2-135m-cpu-demo"
+    measured = json.loads((recipes_dir() / name / "results.json").read_text())
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    values = {key: value for key, value in measured["recipe"].items() if key in OPTIONS}
+    flops = plan.work(config, model, HeadShape.from_config(config), Recipe.from_values(values), len(measured["layers"]))
+    seconds = {
+        "calibrate": sum(layer["calibrate_seconds"] for layer in measured["layers"]),
+        "align": sum(layer["align_seconds"] for layer in measured["layers"]),
+    }
+    seconds["forward"] = measured["seconds"] - sum(seconds.values())
+    for stage, rate in plan.RATES["two CPU cores"].items():
+        assert rate == pytest.approx(flops[stage] / seconds[stage], rel=0.2), stage
+
+
+def test_only_the_chosen_experts_count():
+    sizes = SIZES | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    few, many = (Qwen3MoeConfig(**sizes | {"num_experts": n}) for n in (8, 16))
+    with torch.device("meta"):
+        models = [Qwen3MoeForCausalLM(config) for config in (few, many)]
+    done = [
+        plan.work(config, model, HeadShape.from_config(config), Recipe(), 3)["forward"]
+        for config, model in zip((few, many), models, strict=True)
+    ]
+    assert done[0] < done[1] < 1.1 * done[0]  # the router alone grows
 
 
 def test_summary_is_one_line(teacher):
@@ -246,8 +328,10 @@ def test_incomplete_checkpoint(tmp_path, capsys, damage):
 def test_memory_warning(teacher):
     small = plan.plan_model(str(teacher.folder), Recipe.resolve(None, ["align.tokens=10k"]))
     assert plan.memory_warning(small) is None
-    large = plan.plan_model(str(teacher.folder), Recipe.resolve(None, ["align.tokens=100B"]))
-    assert "--align-tokens" in plan.memory_warning(large)
+    steps = plan.plan_model(str(teacher.folder), Recipe.resolve(None, ["align.batch_tokens=100M", "align.tokens=1B"]))
+    assert "--align-batch-tokens" in plan.memory_warning(steps)
+    whole = dataclasses.replace(small, distill_memory={"student": 10**15})
+    assert "--distill-train" in plan.memory_warning(whole)
 
 
 def test_bytes():
