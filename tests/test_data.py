@@ -274,6 +274,16 @@ def test_a_long_document_is_cut_before_tokenising(monkeypatch):
     assert "".join(seen) == words(200)[: len("".join(seen))]
 
 
+def test_ids_are_those_of_the_tokenizer_whatever_it_did_before():
+    documents = [words(30), "w1 <s> w2 </s> unknown é", "w3"]
+    for bos in (True, False):
+        tokenizer = make_tokenizer(bos)
+        expected = make_tokenizer(bos)(documents)["input_ids"]
+        tokenizer.pad_token = "</s>"
+        tokenizer(documents, padding="max_length", truncation=True, max_length=5)
+        assert [ids.tolist() for ids in rows_module.tokenised(documents, tokenizer)] == expected
+
+
 def test_too_little_text():
     with pytest.raises(UserError, match="shorter than one context of 32 tokens .got .7 tokens in 2 documents"):
         pack_rows([words(3), words(2)], make_tokenizer(), context=32)
