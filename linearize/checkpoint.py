@@ -608,6 +608,10 @@ class RunState:
                 if path.is_dir():
                     shutil.rmtree(path)
 
+    def holds(self, name: str) -> bool:
+        """Whether `save` kept something under this name; `load` checks it."""
+        return self._files(name)[1].exists()
+
     def save_layer(self, i: int, tensors: dict[str, Tensor], info: dict) -> None:
         """`save` for a finished layer i."""
         self.save(f"layer-{i:05d}", tensors, info)

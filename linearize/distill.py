@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -205,6 +205,7 @@ class Progress:
     roll_backs: int = 0
     good: int = 0  # good steps since the mean was begun
     mean: float = 0.0  # running mean of the losses
+    losses: list[float] = field(default_factory=list)  # of every update
     loader: dict | None = None  # of the pass that `step` is in
     seconds: float = 0.0  # spent so far, over all runs
 
@@ -213,8 +214,9 @@ class Trainer:
     """Distils a student; its state can be saved, and loaded by another number of processes.
 
     student: fp32 weights, on the CPU or the device, the same in every process; it is moved, split or repeated here.
-    teacher: frozen; the same. loaders: makes the endless loader of (context, rows). The order of work is fixed by the
-    recipe and the seed, so that a stopped run goes on to the same weights, bit for bit on a CPU.
+    teacher: frozen; the same. fill: sets the weights of both, once they are where they stay. loaders: makes the
+    endless loader of (context, rows), an iterator over batches with state_dict and load_state_dict. The order of work
+    is fixed by the recipe and the seed, so that a stopped run goes on to the same weights, bit for bit on a CPU.
     """
 
     def __init__(
@@ -227,6 +229,7 @@ class Trainer:
         *,
         seed: int = 0,
         identity: dict | None = None,
+        fill: Callable[[], None] = lambda: None,
     ) -> None:
         self.options, self.here, self.seed, self.loaders = options, here, seed, loaders
         self.passes = passes(options, here)
@@ -247,6 +250,7 @@ class Trainer:
         else:
             module.to(here.device)
             teacher.to(here.device)
+        fill()
         self.weights = {n: p for n, p in student.named_parameters() if p.requires_grad and p.numel()}
         self.module = module
         if here.world > 1 and not full:
@@ -261,7 +265,11 @@ class Trainer:
         )
         self.ema = {n: p.detach().clone() for n, p in self.weights.items()} if options.ema else None
         self.progress = Progress()
-        self.losses: list[float] = []
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all passes."""
+        return self._tokens(self.steps)
 
     # -- one step
 
@@ -376,7 +384,7 @@ class Trainer:
                 progress.loader = loader.state_dict() if progress.good else None
                 progress.seconds = time.monotonic() - began
                 seconds = max(time.monotonic() - step_began, 1e-9)
-                self.losses.append(loss)
+                progress.losses.append(loss)
                 advance(tokens, loss=loss, memory=format_bytes(peak_memory(self.here.device)))
                 if metrics is not None:
                     line = {"stage": "distill", "step": progress.step, "loss": loss, "lr": lr, "gradient": norm}
@@ -413,7 +421,6 @@ class Trainer:
         self.progress.skipped, self.progress.roll_backs = skipped, roll_backs
         if self.progress.step >= at.start:
             self.progress.loader = seen
-        del self.losses[self.progress.step :]
         say(f"rolled back from step {step + 1} to step {self.progress.step}")
 
     # -- state

@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object for each step of training, and where else these numbers can go."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,7 +63,7 @@ class Metrics:
         elif writes and log_to == "trackio":
             self._tracker = _Trackio(out.name)
 
-    def keep(self, lines: list[dict[str, Any]], distilled: int = 0) -> None:
+    def keep(self, lines: list[dict[str, Any]], distilled: float = math.inf) -> None:
         """Begin again with these lines, and with those of the first `distilled` steps of distillation in the file."""
         if not self._writes:
             return
@@ -91,6 +92,9 @@ class Metrics:
                 numbers = {f"{prefix}/{n}": v for n, v in line.items() if n not in ("stage", "layer", "step")}
                 self._tracker.log(numbers, line["step"])
 
-    def close(self) -> None:
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         if self._tracker is not None:
             self._tracker.close()

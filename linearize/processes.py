@@ -1,8 +1,10 @@
 """The processes of a run that `accelerate launch` or `torchrun` started, and how a model is spread over them."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from linearize.errors import UsageError
 
+T = TypeVar("T")
 # Others wait while one process calibrates or writes; the default of ten minutes would end a run that is well.
 PATIENCE = timedelta(days=7)
 
@@ -33,6 +36,12 @@ class Processes:
         """Until every process is here."""
         if self.world > 1:
             dist.barrier()
+
+    def leave(self) -> None:
+        """Part from the other processes; nothing here can be asked of them afterwards."""
+        if self.world > 1:
+            dist.barrier()
+            dist.destroy_process_group()
 
     def sum(self, *values: float) -> list[float]:
         """The sums of numbers over all processes, in double precision, the same in each."""
@@ -57,6 +66,16 @@ def join(device: str) -> Processes:
 
     state = PartialState(cpu=found.type == "cpu", timeout=PATIENCE)
     return Processes(state.device, state.process_index, state.num_processes)
+
+
+def one_after_the_first(here: Processes, work: Callable[[], T]) -> T:
+    """What `work` returns; the first process does it before the others, which find its downloads in the cache."""
+    if not here.first:
+        here.wait()
+    result = work()
+    if here.first:
+        here.wait()
+    return result
 
 
 def sharded_by_launcher() -> bool:

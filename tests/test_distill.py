@@ -241,8 +241,8 @@ def test_it_learns():
     made = trainer(changed(tokens=24 * 64, lr=5e-3, lr_mixer=1e-2))
     said = []
     made.train(None, advance=lambda tokens, **fields: said.append((tokens, fields["loss"])))
-    assert len(made.losses) == 24 and said == [(64, loss) for loss in made.losses]
-    assert sum(made.losses[-5:]) < 0.6 * sum(made.losses[:5])
+    assert len(made.progress.losses) == 24 and said == [(64, loss) for loss in made.progress.losses]
+    assert sum(made.progress.losses[-5:]) < 0.6 * sum(made.progress.losses[:5])
 
 
 def test_ema_is_its_formula():
@@ -314,7 +314,7 @@ def uninterrupted():
     """Weights and losses of the second pass too, of a run that nothing stops."""
     made = trainer(LONG)
     made.train(None)
-    return weights(made), made.losses
+    return weights(made), made.progress.losses
 
 
 LONG = changed(ema=0.5, long_tokens=64 * 3, long_context=32, save_steps=2)
@@ -356,7 +356,7 @@ def test_a_finished_run_has_nothing_to_do(tmp_path, uninterrupted):
         trainer(LONG).train(run)
         again = trainer(LONG)
         again.train(run)
-        assert again.losses == [] and same(weights(again), uninterrupted[0])
+        assert again.progress.losses == uninterrupted[1] and same(weights(again), uninterrupted[0])
         again.finish(torch.float32)
         assert not same(weights(again), uninterrupted[0])  # the mean weights came back as well
 
@@ -441,7 +441,7 @@ def test_a_spike_is_skipped_once_the_mean_has_settled():
     calls = poison(made, {2: 50.0, 13: 50.0})
     made.train(None)
     assert made.progress.skipped == 1 and calls == list(range(1, 16))
-    assert made.losses[1] > 20 * made.losses[0]  # too early to know what is usual
+    assert made.progress.losses[1] > 20 * made.progress.losses[0]  # too early to know what is usual
 
 
 def test_bad_batches_in_a_row_roll_back(tmp_path):
@@ -454,7 +454,7 @@ def test_bad_batches_in_a_row_roll_back(tmp_path):
     assert calls == list(range(1, 13)) and made.progress.roll_backs == 1 and made.progress.skipped == 3
     assert "rolled back from step 6 to step 4" in said[-1]
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 9)) and len(made.losses) == 8
+    assert steps == list(range(1, 9)) and len(made.progress.losses) == 8
 
     # Step 5, which was made on batch 5, was taken back.
     class Without(Loader):

@@ -7,7 +7,8 @@ softmax. Everything a family does around the softmax is therefore the family's o
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -150,6 +151,22 @@ def _call_mixer(module, query, key, value, attention_mask, *, scaling: float, mi
 AttentionInterface.register(IMPLEMENTATION, _call_mixer)
 
 
+@contextmanager
+def weights_in_place(mixer: Mixer) -> Iterator[None]:
+    """Fetch what accelerate keeps on another device or disk (``device_map="auto"`` with too little memory).
+
+    Its hooks on a submodule fire when that is called, and mixers read their submodules' weights directly.
+    """
+    hooked = [module for module in mixer.modules() if module is not mixer and "_hf_hook" in module.__dict__]
+    for module in hooked:
+        module._hf_hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        for module in hooked:
+            module._hf_hook.post_forward(module, ())
+
+
 class MixedAttention(nn.Module):
     """Takes the place of ``self_attn``: the teacher's attention module with a mixer where its softmax was.
 
@@ -188,16 +205,23 @@ class MixedAttention(nn.Module):
 
         def core(q: Tensor | None, k: Tensor | None, v: Tensor | None, scale: float) -> Tensor:
             nonlocal new_state
-            o, new_state = self.mixer(
-                hidden_states,
-                q,
-                k,
-                v,
-                scale,
-                segments=Segments(mixer_mask, mixer_reset),
-                state=None if layer is None else layer.states(),
-                output_state=layer is not None,
-            )
+            borrowed = q is not None
+            if borrowed:
+                # Under autocast, rotary tables leave q and k in fp32 beside a v in bf16.
+                q, k = q.to(v.dtype), k.to(v.dtype)
+            # A mixer decides for itself what it computes in fp32; its products must not become bf16 behind its back.
+            exact = torch.autocast(hidden_states.device.type, enabled=False) if borrowed else nullcontext()
+            with exact, weights_in_place(self.mixer):
+                o, new_state = self.mixer(
+                    hidden_states,
+                    q,
+                    k,
+                    v,
+                    scale,
+                    segments=Segments(mixer_mask, mixer_reset),
+                    state=None if layer is None else layer.states(),
+                    output_state=layer is not None,
+                )
             return o
 
         if self.mixer.own_projections:

@@ -1,0 +1,341 @@
+"""Stages 0 and 1: every layer is calibrated and aligned on its own, one decoder block in memory at a time.
+
+Hidden states of the text stream up the layers. In the interleaved order a layer is calibrated on what the aligned
+layers below it give; alone, a process does that. In the order "calibrate-first" the first process calibrates all
+layers, and then the processes share the layers among them and align each on the teacher's hidden states, without
+talking. Every finished layer is on disk before the next begins.
+"""
+
+import copy
+import ctypes
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from linearize.align import Step, align_layer, learning_rate
+from linearize.calibrate import calibrate_layer
+from linearize.checkpoint import RunState
+from linearize.console import Console
+from linearize.data import Rows
+from linearize.errors import UserError
+from linearize.evaluate import perplexity
+from linearize.hidden import HiddenStates
+from linearize.metrics import Metrics
+from linearize.mixers import HeadShape, MixedAttention, Sample, Segments, build_mixer
+from linearize.observe import observe
+from linearize.processes import Processes
+from linearize.recipe import Align, Recipe
+from linearize.student import packed_starts
+from linearize.teacher import Teacher
+
+BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # tokens of calibration text that go through a layer at once
+
+
+@dataclass
+class Text:
+    """Rows of text by purpose; no held-out document is among the others."""
+
+    calibration: Rows
+    alignment: Rows | None
+    heldout: Rows | None
+
+
+@dataclass
+class Stream:
+    """The hidden states of some rows as they move up the layers, of the teacher and, where needed, the student."""
+
+    rows: Rows
+    teacher: HiddenStates
+    student: HiddenStates | None = None
+
+
+@dataclass
+class Layerwise:
+    """What stages 0 and 1 work with. written: the number format of the checkpoint, to which layers are rounded."""
+
+    teacher: Teacher
+    specs: dict[int, dict]
+    recipe: Recipe
+    text: Text
+    here: Processes
+    run: RunState
+    metrics: Metrics
+    console: Console
+    written: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.runner = self.teacher.runner(self.here.device, torch.float32)
+        self.batch = BATCH_TOKENS[self.here.device.type]
+        self.shape = HeadShape.from_config(self.teacher.config)
+
+    # -- the two orders
+
+    def convert(self) -> tuple[list[dict], dict | None]:
+        """Calibrate and align every layer of ``specs``, and measure teacher and student on the held-out rows.
+
+        Returns one record per converted layer and, in the first process, the held-out comparison.
+        """
+        missing = [i for i in self.specs if self.run.load_layer(i) is None]
+        first = self._order() == "calibrate-first"
+        if self.here.first:
+            done = [self.run.load_layer(i)[1] for i in self.specs if i not in missing]
+            self.metrics.keep([line for record in done for line in aligned_lines(record, self.recipe.align)])
+        self.here.wait()
+        if first:
+            if self.here.first:
+                self._calibrate_all()
+            self.here.wait()
+            self._align_some(missing[self.here.rank :: self.here.world])
+            self.here.wait()
+            if self.here.first:
+                self._tell(missing)
+        if not self.here.first:
+            self.here.wait()
+            return [], None
+        saved = None if missing else self.run.load("compared")
+        heldout = saved[1]["heldout"] if saved else self._measured(interleaved=not first)
+        self.run.save("compared", {}, {"heldout": heldout})
+        self.here.wait()
+        return [self.run.load_layer(i)[1] for i in self.specs], heldout
+
+    def _order(self) -> str:
+        """The order in which the run was begun, whatever the number of processes that go on with it."""
+        saved = self.run.load("order")
+        self.here.wait()
+        if saved is not None:
+            return saved[1]["order"]
+        order = self.recipe.align.order
+        if order == "auto":
+            order = "interleaved" if self.here.world == 1 else "calibrate-first"
+        if self.here.first:
+            self.run.save("order", {}, {"order": order})
+        return order
+
+    def _measured(self, interleaved: bool) -> dict | None:
+        """One pass up the layers with the student behind its own lower layers; converts what is missing if asked to."""
+        heldout = self._stream(self.text.heldout, True)
+        calibration = alignment = None
+        if interleaved:
+            calibration = self._stream(self.text.calibration, True)
+            alignment = self._stream(self.text.alignment, False)
+        last = max(self.specs)
+        for i in range(self.runner.num_layers):
+            with self.runner.block(i) as layer:
+                mixed = None
+                if i in self.specs:
+                    mixed = self._mixed(i, layer)
+                    saved = self.run.load_layer(i)
+                    if saved is None:
+                        record = self._calibrate(i, layer, mixed, calibration)
+                        self._align(i, layer, mixed, alignment, record)
+                        self._tell([i])
+                    else:
+                        mixed.load_state_dict(saved[0], strict=True)
+                    mixed.eval().requires_grad_(False)
+                for stream in (calibration, alignment) if i < last else ():
+                    self._advance(i, layer, mixed, stream)
+                self._advance(i, layer, mixed, heldout)
+            del layer, mixed
+            _give_back_memory()
+        return None if heldout is None else self._compare(heldout)
+
+    def _calibrate_all(self) -> None:
+        stream, last = self._stream(self.text.calibration, True), max(self.specs)
+        for i in range(last + 1):
+            with self.runner.block(i) as layer:
+                mixed = None
+                if i in self.specs:
+                    mixed = self._mixed(i, layer)
+                    saved = self.run.load(f"start-{i:05d}")
+                    if saved is None:
+                        record = self._calibrate(i, layer, mixed, stream)
+                        self.run.save(f"start-{i:05d}", mixed.state_dict(), record)
+                    else:
+                        mixed.load_state_dict(saved[0], strict=True)
+                    mixed.eval().requires_grad_(False)
+                self._advance(i, layer, mixed, stream)
+            del layer, mixed
+            _give_back_memory()
+
+    def _align_some(self, layers: list[int]) -> None:
+        """Align these layers from their saved starts."""
+        stream = self._stream(self.text.alignment, False) if layers else None
+        for i in range(max(layers, default=-1) + 1):
+            with self.runner.block(i) as layer:
+                if i in layers:
+                    saved = self.run.load(f"start-{i:05d}")
+                    if saved is None:
+                        raise UserError(f"the start of layer {i} is damaged", fix="run the same command again")
+                    mixed = self._mixed(i, layer)
+                    mixed.load_state_dict(saved[0], strict=True)
+                    self._align(i, layer, mixed, stream, saved[1])
+                    del mixed
+                self._advance(i, layer, None, stream)
+            del layer
+            _give_back_memory()
+
+    # -- one layer
+
+    def _mixed(self, i: int, layer: nn.Module) -> MixedAttention:
+        mixed = build_mixer(copy.deepcopy(layer.self_attn), self.specs[i], i, self.shape)
+        return mixed.to(self.here.device)
+
+    def _label(self, verb: str, i: int) -> str:
+        return f"{verb} ({sum(j < i for j in self.specs) + 1}/{len(self.specs)})"
+
+    def _calibrate(self, i: int, layer: nn.Module, mixed: MixedAttention, stream: Stream) -> dict:
+        """Set the layer's start values; returns its record."""
+        record = {"layer": i, "kind": mixed.mixer.kind}
+        began = time.monotonic()
+        if mixed.mixer.calibrated:
+            select = self.recipe.calibrate.select_tokens
+            with self.console.stage(self._label("calibrate", i), stream.rows.tokens) as bar:
+                # Half of what chooses is held out, so that it takes two batches at least.
+                samples = self._samples(i, layer, stream, min(self.batch, select // 2))
+                per_batch = samples[0].q.shape[0] * samples[0].q.shape[1]
+                ladder = calibrate_layer(mixed, samples, layer.self_attn.scaling, -(-select // per_batch))
+                bar.advance(stream.rows.tokens, error=ladder.pooled["output"])
+            record["ladder"] = {name: round(error, 4) for name, error in ladder.pooled.items()}
+            record["heads"] = {name: [round(e, 4) for e in errors] for name, errors in ladder.heads.items()}
+        record["calibrate_seconds"] = round(time.monotonic() - began, 2)
+        return record
+
+    def _align(self, i: int, layer: nn.Module, mixed: MixedAttention, stream: Stream | None, record: dict) -> None:
+        """Train the layer from its start, where there is text for it, and save it."""
+        if stream is not None:
+            began, options = time.monotonic(), self.recipe.align
+            rows = max(1, options.batch_tokens // stream.rows.context)
+            tokens = rows * stream.rows.context
+            count = max(1, options.tokens // tokens)
+            with self.console.stage(self._label("align", i), count * tokens) as bar:
+                record["losses"] = align_layer(
+                    mixed,
+                    self._steps(i, layer, stream, rows),
+                    count,
+                    options,
+                    name=f"layer {i}",
+                    progress=lambda tokens, loss: bar.advance(tokens, loss=loss),
+                )
+            record["tokens_per_step"] = tokens
+            record["align_seconds"] = round(time.monotonic() - began, 2)
+        # Rounded as it will be written: what is measured is what will be loaded.
+        mixed.attn.to(self.written).float()
+        self.run.save_layer(i, mixed.state_dict(), record)
+
+    def _tell(self, layers: list[int]) -> None:
+        for i in layers:
+            self.metrics.add(aligned_lines(self.run.load_layer(i)[1], self.recipe.align))
+
+    # -- hidden states
+
+    def _stream(self, rows: Rows | None, student: bool) -> Stream | None:
+        if rows is None:
+            return None
+        options = self.recipe.align
+        shape = (*rows.ids.shape, self.runner.config.hidden_size)
+        dtype = getattr(torch, options.cache_dtype)
+        device, budget = self.here.device, options.cache_bytes
+        made = [HiddenStates(shape, dtype, device, budget, self.run.folder) for _ in range(1 + student)]
+        for start in range(0, len(rows), step := max(1, self.batch // rows.context)):
+            part = slice(start, start + step)
+            states = self.runner.embed(rows.ids[part])
+            for kept in made:
+                kept[part] = states
+        return Stream(rows, *made)
+
+    def _batches(self, stream: Stream, tokens: int) -> Iterator[slice]:
+        rows = max(1, tokens // stream.rows.context)
+        for start in range(0, len(stream.rows), rows):
+            yield slice(start, start + rows)
+
+    def _kwargs(self, i: int, hidden: Tensor, positions: Tensor) -> tuple[dict, Tensor | None]:
+        """What the base model would hand layer i for these packed rows, and the document starts for a mixer."""
+        reset = packed_starts(positions, len(hidden))
+        kwargs = self.runner.layer_kwargs(i, hidden, positions if reset is not None else None)
+        return kwargs, None if reset is None else reset.to(hidden.device)
+
+    def _samples(self, i: int, layer: nn.Module, stream: Stream, batch: int) -> list[Sample]:
+        if len(stream.rows) < 2:
+            raise UserError(
+                "calibration needs two rows of text, one to fit and one to choose by",
+                value=f"1 row of {stream.rows.context} tokens",
+                fix="raise --calibrate-tokens, lower --calibrate-context or give more text",
+            )
+        samples = []
+        for part in self._batches(stream, min(batch, stream.rows.tokens // 2)):
+            hidden = stream.teacher[part]
+            kwargs, reset = self._kwargs(i, hidden, stream.rows.positions[part])
+            _, theirs = observe(layer, hidden, kwargs, attention_only=True)
+            _, own = observe(layer, stream.student[part], kwargs, attention_only=True)
+            samples.append(Sample(own.x, own.q, own.k, own.v, theirs.heads, theirs.output, Segments(reset=reset)))
+        return samples
+
+    def _steps(self, i: int, layer: nn.Module, stream: Stream, rows: int) -> Iterator[Step]:
+        """Endless batches of ``rows`` rows; every pass over the text has an order of its own, by seed and layer."""
+        generator = torch.Generator().manual_seed(self.recipe.run.seed * 100_003 + i)
+        order = torch.empty(0, dtype=torch.long)
+        while True:
+            while len(order) < rows:
+                order = torch.cat([order, torch.randperm(len(stream.rows), generator=generator)])
+            pick, order = order[:rows], order[rows:]
+            hidden = stream.teacher[pick]
+            kwargs, reset = self._kwargs(i, hidden, stream.rows.positions[pick])
+            _, seen = observe(layer, hidden, kwargs, attention_only=True)
+            yield Step(seen.x, seen.output, {**kwargs, "mixer_reset": reset})
+
+    @torch.no_grad()
+    def _advance(self, i: int, layer: nn.Module, mixed: MixedAttention | None, stream: Stream | None) -> None:
+        """Move a stream through layer i: the teacher's states through the layer, the student's through its own."""
+        if stream is None:
+            return
+        softmax = layer.self_attn
+        for part in self._batches(stream, self.batch):
+            hidden = stream.teacher[part]
+            kwargs, reset = self._kwargs(i, hidden, stream.rows.positions[part])
+            stream.teacher[part] = layer(hidden, **kwargs)
+            if stream.student is not None:
+                if mixed is not None:
+                    layer.self_attn, kwargs = mixed, {**kwargs, "mixer_reset": reset}
+                stream.student[part] = layer(stream.student[part], **kwargs)
+                layer.self_attn = softmax
+
+    def _compare(self, heldout: Stream) -> dict:
+        every = slice(None)
+        teacher, tokens = perplexity(self.runner, heldout.teacher[every], heldout.rows)
+        student, _ = perplexity(self.runner, heldout.student[every], heldout.rows)
+        return {
+            "tokens": tokens,
+            "context": heldout.rows.context,
+            "teacher_perplexity": teacher,
+            "student_perplexity": student,
+            "ratio": student / teacher,
+            "retained_percent": 100 * teacher / student,
+        }
+
+
+def aligned_lines(record: dict, options: Align) -> list[dict]:
+    """The lines of metrics.jsonl for one aligned layer, from its record."""
+    losses = record.get("losses", ())
+    tokens, seconds = record.get("tokens_per_step", 0), record.get("align_seconds", 0)
+    return [
+        {
+            "stage": "align",
+            "layer": record["layer"],
+            "step": step + 1,
+            "loss": loss,
+            "lr": learning_rate(step, len(losses), options),
+            "tokens": (step + 1) * tokens,
+            "tokens_per_second": round(len(losses) * tokens / max(seconds, 0.01), 1),
+        }
+        for step, loss in enumerate(losses)
+    ]
+
+
+def _give_back_memory() -> None:
+    """Return what the C heap keeps of freed weights to the system: glibc would hold on to a model's worth of them."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
