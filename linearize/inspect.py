@@ -565,8 +565,8 @@ def figures(report: dict) -> dict:
         "key-readout": plots.heads_by_layer(
             at,
             {
-                "A multiple of the query for the key attended to": ("held-out R²", *panel("key_r2")),
-                "That multiple": ("λ", *panel("lambda_q")),
+                "How well λ q stands for the mean key attended to": ("held-out R²", *panel("key_r2")),
+                "λ, fitted by head": ("λ", *panel("lambda_q")),
             },
         ),
     }

@@ -143,7 +143,7 @@ def heads_by_layer(layers: Sequence[int], panels: Mapping[str, tuple[str, Values
     figure, axes = _figure(len(panels), 1.7 * len(panels) + 0.5)
     for at, (title, (label, whole, heads)) in zip(axes, panels.items(), strict=True):
         dots = [(layer, v) for layer, row in zip(layers, heads, strict=True) for v in row if v is not None]
-        at.plot(*zip(*dots, strict=True), ".", color=COLOURS[5], markersize=3.5, markeredgewidth=0, label="a head")
+        at.plot(*zip(*dots, strict=True), ".", color=COLOURS[5], markersize=6, markeredgewidth=0, label="a head")
         at.plot(layers, _gaps(whole), **_look(0), label="the layer")
         at.set_title(title)
         at.set_ylabel(label)

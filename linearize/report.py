@@ -290,7 +290,7 @@ def page(found: Folder, pictures: Mapping[str, str]) -> str:
         headlines=headlines(found),
         pictures={name: Markup(svg) for name, svg in pictures.items()},
         tables=shown,
-        kept=any(name in shown for name in ("tasks", "perplexity", "recall", "repetition", "parity")),
+        kept=any(name in shown for name in ("tasks", "heldout", "perplexity", "recall", "repetition", "parity")),
         limit=card.limit_of(at.get("tasks") or {}),
         samples=samples(at.get("generate")),
         recipe=found.recipe,
@@ -376,6 +376,8 @@ def tables(found: Folder) -> dict[str, Table]:
     made = {}
     if tasks := at.get("tasks"):
         made["tasks"] = _task_table(tasks)
+    if record.get("heldout"):
+        made["heldout"] = _heldout_table(record)
     if perplexity := at.get("perplexity"):
         made["perplexity"] = _perplexity_table(perplexity)
     if lengths := recall_rows(at.get("recall")):
@@ -401,6 +403,29 @@ def tables(found: Folder) -> dict[str, Table]:
         made["cache"] = Table(["cache, context (tokens)", *SIDES, "ratio"], rows)
     made["layers"] = _layer_table(record)
     return made
+
+
+def _heldout_table(record: dict) -> Table:
+    """What convert measured itself: perplexity, also before distillation where there was one."""
+    last, aligned = record["heldout"], record.get("aligned")
+    stages = [("perplexity", last)]
+    if (record.get("distill") or {}).get("tokens") and aligned and aligned != last:
+        stages = [("perplexity before distillation", aligned), ("perplexity after it", last)]
+    rows = [
+        [
+            name,
+            f"{found['teacher_perplexity']:.2f}",
+            f"{found['student_perplexity']:.2f}",
+            card.percent(found["retained_percent"]),
+        ]
+        for name, found in stages
+    ]
+    if last.get("kl") is not None:
+        rows.append(["KL (nats per token)", "–", f"{last['kl']:.3f}", "–"])
+    if last.get("top1_agreement") is not None:
+        rows.append(["same likeliest token", "–", card.percent(100 * last["top1_agreement"]), "–"])
+    note = f"{last['tokens']} tokens of held-out text, context {last['context']}, measured by convert"
+    return Table(["held-out text", *SIDES, "retained"], rows, note)
 
 
 def _task_table(tasks: dict) -> Table:
@@ -521,4 +546,7 @@ def provenance(found: Folder) -> list[tuple[str, str]]:
         lines.append(("device", record["device"]))
     if record.get("seconds") is not None:
         lines.append(("time", format_seconds(record["seconds"])))
+    if distilled := record.get("distill"):
+        time = f", {format_seconds(distilled['seconds'])}" if distilled.get("seconds") is not None else ""
+        lines.append(("distillation", f"{format_count(distilled['tokens'])} tokens{time}"))
     return lines

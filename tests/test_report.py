@@ -288,6 +288,21 @@ def test_measured_alone_and_limited(tmp_path, monkeypatch):
     assert "piqa (acc) – 0.5000 ± 0.1000 –" in page.text and "64 – 0.50 ± 0.10" in page.text
 
 
+def test_distillation_shows_what_it_changed(tmp_path, sketched):
+    heldout = RECORD["heldout"]
+    after = heldout | {"student_perplexity": 21.0, "retained_percent": 95.25, "kl": 0.125, "top1_agreement": 0.75}
+    distilled = {"tokens": 40_000_000, "seconds": 600.0}
+    path = folder(tmp_path / "out", FULL | {"aligned": heldout, "heldout": after, "distill": distilled})
+    report(path, Console(quiet=True))
+    page = Page((path / "report.html").read_text())
+    for shown in (
+        "perplexity before distillation 20.00 25.00 80.0 % perplexity after it 20.00 21.00 95.2 %",
+        "KL (nats per token) – 0.125 – same likeliest token – 75.0 % –",
+        "distillation 40M tokens, 10 min 00 s",
+    ):
+        assert shown in page.text, shown
+
+
 @pytest.mark.parametrize("missing", list(EVALUATION))
 def test_each_part_can_be_missing(tmp_path, missing, sketched):
     path = folder(tmp_path / "out", evaluation={name: at for name, at in EVALUATION.items() if name != missing})
