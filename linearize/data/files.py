@@ -53,12 +53,12 @@ def find_files(spec: str) -> list[Path]:
 
 
 def _expand(part: str) -> list[Path]:
-    path = Path(part).expanduser()
-    if path.is_file():
+    path = Path(part).expanduser() if exists(part) else Path(part)
+    if exists(part) and path.is_file():
         if not path.name.endswith(ENDINGS):
             raise UserError("this kind of data file cannot be read", value=part, fix=f"use {KINDS}")
         return [path]
-    if path.is_dir():
+    if exists(part):
         inside = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
         found = sorted(file for file in inside if file.name.endswith(ENDINGS) and file.is_file())
         if not found:
@@ -347,10 +347,10 @@ def _parquet(file: Path) -> Iterator:
     try:
         with open(file, "rb") as stream:
             yield pyarrow.parquet.ParquetFile(stream)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own are about the content
+            raise UserError("the data file cannot be read", value=file, fix=error.strerror) from error
         raise UserError("the parquet file is damaged", value=file, fix=f"download it again ({error})") from error
-    except OSError as error:
-        raise UserError("the data file cannot be read", value=file, fix=error.strerror or str(error)) from error
 
 
 def _check_column(table, file: Path, column: str) -> None:
