@@ -33,7 +33,15 @@ SUFFIXES = {
     | {f"{p}ib": 2 ** (10 * i) for i, p in enumerate("kmgt", 1)},
 }
 # The mixers of linearize.mixers, known here without importing them, and the keys under calibrate that each one takes.
-MIXER_OPTIONS = {"gdn": ("taps", "time_scales"), "gdn-standard": (), "gdn-native": ()}
+READOUT = ("taps", "time_scales")
+MIXER_OPTIONS = {
+    "gdn": READOUT,
+    "deltanet": READOUT,
+    "mesanet": READOUT,
+    "vala": READOUT,
+    "gdn-standard": (),
+    "gdn-native": (),
+}
 MIXER_KINDS = tuple(MIXER_OPTIONS)
 
 KEEP_FORMS = "3,7,11 or 0-3,8 (layers), 25%, uniform:8, every:4, first:2, last:2 or none"
@@ -74,7 +82,7 @@ class Convert:
 
     mixer: str = key(
         "gdn",
-        f"Mixer of the converted layers ({', '.join(MIXER_KINDS)}), or by layer: 0-9=gdn,rest=gdn-standard.",
+        f"Mixer: {', '.join(MIXER_KINDS)}; by layer: 0-9=vala,rest=gdn.",
         flag="mixer",
     )
     keep_softmax: str = key("25%", f"Layers that stay softmax: {KEEP_FORMS}.", flag="keep-softmax")

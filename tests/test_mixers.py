@@ -12,10 +12,12 @@ from conftest import generator, perturb
 from linearize_kernels import log_norm
 from torch import Tensor
 
-from linearize.mixers import GDN, MIXERS, HeadShape, NativeGDN, Segments, StandardGDN
+from linearize.mixers import GDN, MIXERS, DeltaNet, HeadShape, MesaNet, NativeGDN, Segments, StandardGDN, VaLA
+from linearize.mixers.centred import CentredMixer
 from linearize.mixers.expansion import Layout, forget_logit, strengths
 
 KINDS = [kind for kind, cls in MIXERS.items() if cls.__module__.startswith("linearize.")]
+CENTRED = [kind for kind, cls in MIXERS.items() if issubclass(cls, CentredMixer) and kind in KINDS]
 FROM_QKV = [kind for kind in KINDS if not MIXERS[kind].own_projections]
 SHAPE = HeadShape(hidden=12, q_heads=4, kv_heads=2, key_dim=8, value_dim=6)
 SCALE = 0.3
@@ -117,15 +119,29 @@ def slow_means(weight: Tensor, forget: Tensor, rows: Tensor) -> tuple[list, list
     return b, keep, before, after
 
 
-def slow_gdn(m: GDN, batch: Batch, serves=by_blocks) -> Tensor:
-    """§2, §4 (stable form on unit keys), §5 and §6 for a batch of one document: [T, H, V]."""
+@dataclasses.dataclass
+class Seen:
+    """What the memory of one head sees, token by token: rows of keys and values and their means, q - r, b and 1 - b."""
+
+    gap: Tensor
+    keys: Tensor
+    key_before: list
+    key_mean: list
+    values: Tensor
+    value_before: list
+    b: list
+    keep: list
+
+
+def slow_centred(m: CentredMixer, batch: Batch, serves, remember) -> Tensor:
+    """§2, §5 and §6 for a batch of one document: [T, H, V]. remember(p, h, gates, seen): [T, V] of the memory."""
     x, q, k, v = (tensor[0].double() for tensor in (batch.x, batch.q, batch.k, batch.v))
     p = {name: tensor.detach().double() for name, tensor in m.named_parameters()}
-    residual = (x @ p["gates.weight"].T + p["gates.bias"]).view(len(x), 4, SHAPE.q_heads)
+    residual = (x @ p["gates.weight"].T + p["gates.bias"]).view(len(x), -1, SHAPE.q_heads)
     heads = []
     for h in range(SHAPE.q_heads):
         keys, values, r = k[:, serves(h)], v[:, serves(h)], p["reference"][h]
-        exponent, erase, write, forget = residual[:, :, h].T
+        *gates, write, forget = residual[:, :, h].T
         w, lam = (SCALE * keys @ r + write).exp(), (-F.softplus(forget)).exp()
         b, keep, key_before, key_mean = slow_means(w, lam, keys)
         _, _, value_before, value_mean = slow_means(w, lam, values)
@@ -133,19 +149,10 @@ def slow_gdn(m: GDN, batch: Batch, serves=by_blocks) -> Tensor:
         for reference, logit in zip(p["readout.scale_reference"][h], p["readout.scale_forget"][h], strict=True):
             w = (SCALE * keys @ reference).exp()
             scale_means.append(slow_means(w, (-F.softplus(logit)).exp().expand_as(w), values)[3])
-        c = p["log_balance"][h].exp()
-        s = torch.zeros(SHAPE.key_dim, SHAPE.value_dim, dtype=torch.float64)
+        read = remember(p, h, gates, Seen(q[:, h] - r, keys, key_before, key_mean, values, value_before, b, keep))
         out = []
         for t in range(len(x)):
-            key = c * (keys[t] - key_mean[t])
-            n = key.norm()
-            if t:
-                s = s * keep[t] ** exponent[t].exp()
-            if t and n > 0:
-                beta = (b[t].log() - keep[t].log() + 2 * n.log() + erase[t]).sigmoid()
-                u, target = key / n, keep[t] * (values[t] - value_before[t]) / n
-                s = s + beta * torch.outer(u, target - s.T @ u)
-            o = p["readout.mean"][h] * value_mean[t] + p["read_state"][h] * s.T @ (SCALE * (q[t, h] - r) / c)
+            o = p["readout.mean"][h] * value_mean[t] + read[t]
             for j, tap in enumerate(p["readout.taps"][:, h]):
                 if t >= j:
                     o = o + tap * values[t - j]
@@ -155,6 +162,87 @@ def slow_gdn(m: GDN, batch: Batch, serves=by_blocks) -> Tensor:
             out.append(o)
         heads.append(torch.stack(out))
     return torch.stack(heads, 1)
+
+
+def no_memory() -> Tensor:
+    return torch.zeros(SHAPE.key_dim, SHAPE.value_dim, dtype=torch.float64)
+
+
+def slow_gdn(m: GDN, batch: Batch, serves=by_blocks) -> Tensor:
+    """§4, the stable form on unit keys."""
+
+    def remember(p, h, gates, at):
+        exponent, erase = gates
+        c, s, out = p["log_balance"][h].exp(), no_memory(), []
+        for t in range(len(at.gap)):
+            key = c * (at.keys[t] - at.key_mean[t])
+            n = key.norm()
+            if t:
+                s = s * at.keep[t] ** exponent[t].exp()
+            if t and n > 0:
+                beta = (at.b[t].log() - at.keep[t].log() + 2 * n.log() + erase[t]).sigmoid()
+                u, target = key / n, at.keep[t] * (at.values[t] - at.value_before[t]) / n
+                s = s + beta * torch.outer(u, target - s.T @ u)
+            out.append(p["read_state"][h] * s.T @ (SCALE * at.gap[t] / c))
+        return out
+
+    return slow_centred(m, batch, serves, remember)
+
+
+def covariances(at: Seen, gates: list[Tensor]):
+    """§3 and §7, token by token: the running covariances of k and v, and of k."""
+    g, h = no_memory(), torch.zeros(SHAPE.key_dim, SHAPE.key_dim, dtype=torch.float64)
+    exponent, logit = gates
+    for t in range(len(at.gap)):
+        if t:
+            decay = at.keep[t] ** exponent[t].exp()
+            b = (at.b[t].log() - at.keep[t].log() + logit[t]).sigmoid()
+            key = at.keys[t] - at.key_mean[t]
+            g = decay * g + b * torch.outer(key, at.values[t] - at.value_before[t])
+            h = decay * h + b * torch.outer(key, at.keys[t] - at.key_before[t])
+        yield g, h
+
+
+def slow_vala(m: VaLA, batch: Batch, serves=by_blocks) -> Tensor:
+    """§3."""
+
+    def remember(p, h, gates, at):
+        states = covariances(at, gates)
+        return [p["read_state"][h] * SCALE * a.T @ gap for (a, _), gap in zip(states, at.gap, strict=True)]
+
+    return slow_centred(m, batch, serves, remember)
+
+
+def slow_mesanet(m: MesaNet, batch: Batch, serves=by_blocks) -> Tensor:
+    """§7, by a solve for every token."""
+
+    def remember(p, h, gates, at):
+        ridge, variance = p["log_ridge"][h].exp(), p["log_variance"][h].exp()
+        out = []
+        for (a, gram), gap in zip(covariances(at, gates), at.gap, strict=True):
+            solution = torch.linalg.solve(gram + torch.diag(ridge), (variance + ridge) * SCALE * gap)
+            out.append(p["read_state"][h] * a.T @ solution)
+        return out
+
+    return slow_centred(m, batch, serves, remember)
+
+
+def slow_deltanet(m: DeltaNet, batch: Batch, serves=by_blocks) -> Tensor:
+    """§7, on unit keys."""
+
+    def remember(p, h, gates, at):
+        s, out = no_memory(), []
+        for t in range(len(at.gap)):
+            key, value = at.keys[t] - at.key_before[t], at.values[t] - at.value_before[t]
+            n = key.norm()
+            if t and n > 0:
+                eta = (p["log_rate"][h] + gates[0][t]).exp() * at.b[t] ** p["schedule"][h]
+                beta, u = eta * n**2 / (1 + eta * n**2), key / n
+                s = s + beta * torch.outer(u, value / n - s.T @ u)
+            out.append(s.T @ (p["key_readout"][h] * at.gap[t]))
+        return out
+
+    return slow_centred(m, batch, serves, remember)
 
 
 def slow_standard(m: StandardGDN, batch: Batch, serves=by_blocks) -> Tensor:
@@ -208,7 +296,14 @@ def slow_native(m: NativeGDN, batch: Batch, serves=by_blocks) -> Tensor:
     return torch.stack(heads, 1)
 
 
-SLOW = {"gdn-native": slow_native, "gdn": slow_gdn, "gdn-standard": slow_standard}
+SLOW = {
+    "gdn": slow_gdn,
+    "vala": slow_vala,
+    "deltanet": slow_deltanet,
+    "mesanet": slow_mesanet,
+    "gdn-standard": slow_standard,
+    "gdn-native": slow_native,
+}
 
 
 # Parity with the slow form
@@ -240,9 +335,9 @@ def test_equals_the_slow_form_at_step_zero(kind):
     batch = text(1, 130)
     calibrated = random_mixer(kind)
     torch.nn.init.zeros_(calibrated.gates.weight)
-    if kind == "gdn":
+    if kind in CENTRED:
         with torch.no_grad():
-            calibrated.gates.bias.view(4, -1)[:3] = 0
+            calibrated.gates.bias.view(-1, SHAPE.q_heads)[:-1] = 0
     start = MIXERS[kind](SHAPE).double()
     for mixer in (calibrated, start):
         torch.testing.assert_close(call(mixer, batch)[0][0], SLOW[kind](mixer, batch), **EXACT)
@@ -252,7 +347,7 @@ def test_equals_the_slow_form_at_step_zero(kind):
 def test_kv_heads_serve_blocks_of_query_heads(kind):
     mixer, batch = random_mixer(kind), text(1, 20)
     o, _ = call(mixer, batch)
-    assert relative(o[0], SLOW[kind](mixer, batch, by_blocks)) < 1e-12
+    assert relative(o[0], SLOW[kind](mixer, batch, by_blocks)) < 1e-10
     assert relative(o[0], SLOW[kind](mixer, batch, by_rows)) > 0.1
 
 
@@ -599,7 +694,7 @@ def test_low_precision_inputs(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [SHAPE, HeadShape(16, 6, 2, 4, 4), HeadShape(16, 3, 3, 5, 7)])
 def test_state_bytes(kind, shape):
-    for options in [{}] if kind != "gdn" else [{}, {"taps": 1, "time_scales": 0}, {"taps": 2, "time_scales": 5}]:
+    for options in [{}] if kind not in CENTRED else [{}, {"taps": 1, "time_scales": 0}, {"taps": 2, "time_scales": 5}]:
         mixer = MIXERS[kind](shape, **options)
         x, q = torch.randn(3, 5, shape.hidden), torch.randn(3, 5, shape.q_heads, shape.key_dim)
         k = torch.randn(3, 5, shape.kv_heads, shape.key_dim)

@@ -289,7 +289,7 @@ def test_mixers():
     "spec, words",
     [
         ("", ["no such mixer"]),
-        ("gla", ["'gla'", "gdn, gdn-standard"]),
+        ("gla", ["'gla'", "gdn, deltanet"]),
         ("0=gdn", ["layer 1", "rest=gdn"]),
         ("0-4=gdn", ["no layer 4", "0 to 3"]),
         ("0-1=gdn,1=gdn,rest=gdn", ["layer 1 twice"]),

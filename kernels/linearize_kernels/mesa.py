@@ -43,7 +43,8 @@ class _Systems:
 
         self.state, _ = plan.scan(state.to(dtype), step, self.reach[..., -1:, :], fresh)
         start = self.state + torch.diag_embed(self.ridge[:, 0])
-        self.inverse = torch.cholesky_inverse(torch.linalg.cholesky(start))
+        # cholesky_ex: a row that is NaN stays NaN by itself, where cholesky would stop all of them.
+        self.inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(start).L)
 
     def apply(self, p: Tensor) -> Tensor:
         return ((p @ self.keys.mT) * self.weights) @ self.keys + self.reach * (p @ self.state) + self.ridge * p

@@ -3,11 +3,14 @@
 from torch import nn
 
 from linearize.mixers.base import HeadShape, MixedAttention, Mixer, Sample, Segments
+from linearize.mixers.deltanet import DeltaNet
 from linearize.mixers.gdn import GDN
 from linearize.mixers.gdn_native import NativeGDN
 from linearize.mixers.gdn_standard import StandardGDN
+from linearize.mixers.mesanet import MesaNet
+from linearize.mixers.vala import VaLA
 
-MIXERS: dict[str, type[Mixer]] = {cls.kind: cls for cls in (GDN, StandardGDN, NativeGDN)}
+MIXERS: dict[str, type[Mixer]] = {cls.kind: cls for cls in (GDN, DeltaNet, MesaNet, VaLA, StandardGDN, NativeGDN)}
 
 
 def build_mixer(attn: nn.Module, spec: dict, layer_idx: int, shape: HeadShape) -> MixedAttention:
@@ -21,13 +24,16 @@ def build_mixer(attn: nn.Module, spec: dict, layer_idx: int, shape: HeadShape) -
 
 __all__ = [
     "MIXERS",
+    "DeltaNet",
     "GDN",
     "HeadShape",
+    "MesaNet",
     "MixedAttention",
     "Mixer",
     "NativeGDN",
     "Sample",
     "Segments",
     "StandardGDN",
+    "VaLA",
     "build_mixer",
 ]

@@ -43,6 +43,17 @@ class Centred:
     cu_seqlens: Tensor | None
 
 
+def covariance_arguments(at: Strengths, log_exponent: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
+    """Arguments of a running covariance of centred keys and values (derivation.md §3, §5).
+
+    ``A_t = (1 - b_t)^e A_{t-1} + b_t (1 - b_t) kd (vd)^T`` with b_t moved by ``logit`` on the logit scale, so that the
+    gain stays below 1. All [B, T, H]; log_exponent: log e_t. Returns (log decay, gain).
+    """
+    gain = (F.logsigmoid(at.log_strength - at.log_keep + logit) + at.log_keep).exp()
+    log_decay = (log_exponent.exp() * at.log_keep).clamp(min=FLOOR)
+    return log_decay, torch.where(at.live, gain, torch.zeros_like(gain))
+
+
 class CentredMixer(Mixer):
     """Zeroth-order readout plus what a memory of centred keys and values answers to q - r.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from linearize_kernels import centre, log_norm, running_mean
 from torch import Tensor
 
@@ -136,7 +137,8 @@ class CentredAt:
     """A sample centred at every point of every head, as the kernels take it; R = H*P recurrence heads, point fastest.
 
     gap: [B, T, R, K], q - r. keys: [B, T, R, K], values: [B, T, R, V], minus their running means before each token.
-    mean: [B, T, R, V], of the values. rho2: [B, T, R], |keys|^2.
+    mean: [B, T, R, V], of the values. rho2: [B, T, R], |keys|^2. log_write, log_forget, log_z: [B, T, R], of
+    the running means.
     """
 
     gap: Tensor
@@ -144,6 +146,9 @@ class CentredAt:
     values: Tensor
     mean: Tensor
     rho2: Tensor
+    log_write: Tensor
+    log_forget: Tensor
+    log_z: Tensor
     strengths: Strengths
     layout: Layout
     real: Tensor
@@ -167,7 +172,43 @@ def centred_at(sample: Sample, points: Points, scale: float) -> CentredAt:
     )
     gap = layout.pack((sample.q[:, :, :, None] - points.reference).flatten(2, 3))
     at = strengths(write, forget, log_z, layout, None)
-    return CentredAt(gap, keys, values, mean, rho2, at, layout, sample.real)
+    return CentredAt(gap, keys, values, mean, rho2, write, forget, log_z, at, layout, sample.real)
+
+
+def attended_keys(sample: Sample, scale: float) -> Tensor:
+    """sum_i a_i k_i of the softmax attention, the K=V attention of derivation.md §7; [N, H, K] at the real tokens."""
+    q, k = sample.q.transpose(1, 2), sample.k.transpose(1, 2)
+    length, reset = q.shape[2], sample.segments.reset
+    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    seen = seen & sample.real[:, None, None] | torch.eye(length, dtype=torch.bool, device=q.device)
+    if reset is not None:
+        document = reset.long().cumsum(1)
+        seen = seen & (document[:, None, :, None] == document[:, None, None])
+    out = F.scaled_dot_product_attention(q, k, k, attn_mask=seen, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)[sample.real]
+
+
+@dataclass
+class KeyReadout:
+    """How well ``sum_i a_i k_i ~= lambda_q q`` holds, per query head (derivation.md §7).
+
+    coefficient: [H], lambda_q = <sum a_i k_i, q> / <q, q> on the fitting samples. r2: [H], the share of the sum of
+    squares of sum_i a_i k_i on the held-out samples that lambda_q q explains; at most 1, below 0 if it is worse than 0.
+    """
+
+    coefficient: Tensor
+    r2: Tensor
+
+
+@torch.no_grad()
+def key_readout(samples: list[Sample], scale: float) -> KeyReadout:
+    """Measure lambda_q and its held-out R^2; every second sample is held out, so it takes two at least."""
+    moments = Moments()
+    for i, sample in enumerate(choosing(samples, len(samples))):
+        moments.add(sample.q[sample.real][:, :, None], attended_keys(sample, scale), i % 2)
+    index = torch.zeros(sample.q.shape[2], 1, dtype=torch.long, device=sample.q.device)
+    coefficient = moments.cross[0] / moments.gram[0][..., 0].clamp(min=1e-30)
+    return KeyReadout(coefficient[:, 0], 1 - moments.relative(index, coefficient).square())
 
 
 def mean_queries(samples: Iterable[Sample]) -> Tensor:

@@ -1,0 +1,127 @@
+"""MesaNet on centred keys and values: the ridge regression of v on k over all that was seen (derivation.md §7)."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from linearize_kernels import linear_attn, mesa, mesa_step, running_mean
+from linearize_kernels.api import MAX_STEP
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from linearize.mixers.base import HeadShape, Sample
+from linearize.mixers.centred import Centred, CentredMixer, covariance_arguments
+from linearize.mixers.fit import Points, centred_at, fit_readout
+
+VALA = 1e6  # a Lambda that is as good as infinite
+RIDGES = (0.03, 0.3, 3.0, VALA)  # Lambda as a multiple of the keys' mean variance
+MAX_ITER = 64  # of the conjugate gradients; K of them are exact but for rounding
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # of their relative residual, by the dtype they work in
+START_TOLERANCE = 1e-4  # while the start is chosen
+
+
+def ridge_terms(
+    scale: float, sample: Sample, points: Points, ridges: Sequence[float], variance: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """G~_t^T (H~_t + Lambda)^-1 Lbar s (q_t - r) at every point and ridge, a :data:`fit.Memory`.
+
+    variance: [H, P, K], the mean of H~_t's diagonal, or None to measure it on this batch. Lambda is the ridge times its
+    mean over the key dimensions; Lbar = variance + Lambda.
+    """
+    at = centred_at(sample, points, scale)
+    if variance is None:
+        # The diagonal of a covariance: mean of squares minus square of the mean, kbar_t = k_t - (1 - b_t) kd_t.
+        keys = at.layout.pack(sample.k)
+        square, _ = running_mean(keys.square(), at.log_write, at.log_forget, at.log_z, cu_seqlens=at.cu_seqlens)
+        keys = keys.repeat_interleave(square.shape[2] // keys.shape[2], 2)
+        mean = keys - at.strengths.log_keep.exp()[..., None] * at.keys
+        variance = at.pick(square - mean.square()).mean(0).clamp(min=1e-6).unflatten(0, points.forget.shape)
+    size, out = variance.flatten(0, 1), []
+    log_decay, gain = covariance_arguments(at.strengths, *[torch.zeros((), device=size.device)] * 2)
+    for ridge in ridges:
+        if ridge == VALA:
+            o, _ = linear_attn(at.gap, at.keys, at.values, log_decay, gain, scale=scale, cu_seqlens=at.cu_seqlens)
+            out.append(at.pick(o).unflatten(1, points.forget.shape))
+            continue
+        ridge = (ridge * size.mean(-1, keepdim=True)).expand_as(size).contiguous()
+        query = at.gap * (size + ridge)
+        o, _, _ = mesa(
+            query, at.keys, at.values, log_decay, gain, ridge,
+            max_iter=MAX_ITER, tol=START_TOLERANCE, scale=scale, cu_seqlens=at.cu_seqlens,
+        )  # fmt: skip
+        out.append(at.pick(o).unflatten(1, points.forget.shape))
+    return torch.stack(out, 3).flatten(2, 3), variance
+
+
+class MesaNet(CentredMixer):
+    """``o = ... + rho_A G^T (H + Lambda)^-1 Lbar s (q - r)`` with the running covariances G of k and v and H of k.
+
+    The queries are solved for by conjugate gradients, to a relative residual of TOLERANCE or MAX_ITER steps; a decode
+    step solves directly. Own parameters beyond :class:`CentredMixer`'s, fp32, H query heads: log_ridge [H, K], log
+    Lambda; log_variance [H, K], log (Lbar - Lambda); read_state [H], rho_A. Its gates are log decay exponent (Wa) and
+    the logit of the write strength (Wb), of G and H alike.
+    """
+
+    kind = "mesanet"
+    memory_gates = 2
+
+    def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
+        super().__init__(shape, taps=taps, time_scales=time_scales)
+        self.log_ridge = nn.Parameter(torch.empty(shape.q_heads, shape.key_dim, dtype=torch.float32))
+        self.log_variance = nn.Parameter(torch.empty(shape.q_heads, shape.key_dim, dtype=torch.float32))
+        self.read_state = nn.Parameter(torch.empty(shape.q_heads, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """r = 0, lambda = .9999, and a ridge of 1 for keys of unit variance."""
+        super().reset_parameters()
+        init.zeros_(self.log_ridge)
+        init.zeros_(self.log_variance)
+        init.ones_(self.read_state)
+
+    def start(self, samples: list[Sample], scale: float, select: int) -> dict[str, list[float]]:
+        """Choose r, forgetting, Lambda and time scales, and fit the readout (§6); gate weights stay zero (§5)."""
+        fit = fit_readout(
+            samples,
+            scale,
+            select,
+            partial(ridge_terms, scale),
+            taps=self.taps,
+            time_scales=self.time_scales,
+            knobs=RIDGES,
+            search=VALA,  # no system to solve, and close enough to choose tilt and forgetting by
+            derived={"vala": VALA, "mesanet": RIDGES[1]},
+        )
+        self.adopt_fit(fit)
+        ridge = torch.tensor(RIDGES, device=fit.knob.device)[fit.knob] * fit.measured.mean(-1)
+        self.log_ridge.copy_(ridge.log()[:, None].expand_as(self.log_ridge))
+        self.log_variance.copy_(fit.measured.log())
+        self.read_state.copy_(fit.memory)
+        return fit.ladder
+
+    @classmethod
+    def memory_bytes(cls, shape: HeadShape) -> int:
+        return 4 * shape.q_heads * shape.key_dim * (shape.value_dim + shape.key_dim)
+
+    def remember(
+        self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        ridge = self.log_ridge.exp()
+        level = (self.log_variance.exp() + ridge) * (self.read_state * scale)[:, None]
+        query = (at.gap * level).to(at.keys.dtype)
+        arguments = (query, at.keys, at.values, *covariance_arguments(at.strengths, *gates), ridge)
+        states = (old["memory"], old["key_memory"]) if old else None
+        if states and output_state and query.shape[1] <= MAX_STEP and not torch.is_grad_enabled():
+            # The step writes into the state it is given.
+            o, states = mesa_step(*arguments, state=tuple(state.clone() for state in states), add_to=at.base)
+        else:
+            o, states, _ = mesa(
+                *arguments,
+                max_iter=MAX_ITER,
+                tol=TOLERANCE[torch.promote_types(query.dtype, torch.float32)],
+                initial_state=states,
+                output_final_state=output_state,
+                cu_seqlens=at.cu_seqlens,
+                add_to=at.base,
+            )
+        return o, {"memory": states[0], "key_memory": states[1]} if output_state else {}
