@@ -31,6 +31,7 @@ RECIPE_FLAGS = """
     --data --data-column --data-self-temperature --data-self-batch --heldout-tokens --sample
     --device --dtype --seed --log-to --max-shard-size --overwrite --json --quiet -q --verbose -v
 """
+RUN_FLAGS = "--seed --device --dtype --json --quiet -q --verbose -v --help -h"
 FLAGS = {
     "": "--version --install-completion --show-completion --help -h",
     "plan": RECIPE_FLAGS,
@@ -43,6 +44,14 @@ FLAGS = {
         --to --allow-head-padding --check --dtype --max-shard-size --json --quiet -q --verbose -v --help -h
     """,
     "report": "--json --quiet -q --verbose -v --help -h",
+    "eval": f"""
+        --tasks --teacher --no-teacher --include-path --limit --num-fewshot --batch-size --chat --refresh
+        --data --context --lengths {RUN_FLAGS}
+    """,
+    "generate": f"--max-new-tokens --temperature --top-p --chat --no-chat --system --teacher {RUN_FLAGS}",
+    "bench": "--help -h",
+    "bench decode": f"--teacher --context --batch --steps {RUN_FLAGS}",
+    "bench kernels": "--help -h",
     "recipes": "--help -h",
     "recipes ls": "--json --help -h",
     "recipes show": "--help -h",

@@ -1,0 +1,213 @@
+"""Text from a converted model, token by token, and from its teacher beside it."""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from transformers import BatchEncoding, TextStreamer
+
+from linearize.console import Console
+from linearize.errors import UsageError, UserError
+from linearize.models import Model, free_memory, hushed, open_model, open_named_teacher, pick_device
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `linearize generate` continues a prompt; the fields are its flags.
+
+    chat   whether the prompt is a user's message in the tokenizer's chat template; None: where it has one
+    """
+
+    max_new_tokens: int = 200
+    temperature: float = 0.0
+    top_p: float | None = None
+    seed: int = 0
+    chat: bool | None = None
+    system: str | None = None
+    teacher: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError("--max-new-tokens is too small", value=self.max_new_tokens, fix="at least 1")
+        if self.temperature < 0:
+            raise UsageError("--temperature is below 0", value=self.temperature, fix="0 takes the likeliest token")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UsageError("--top-p is a share", value=self.top_p, fix="above 0, at most 1")
+        if self.top_p is not None and self.temperature == 0:
+            raise UsageError("--top-p does nothing at temperature 0", fix="give --temperature too, such as 0.7")
+
+
+class _Stream(TextStreamer):
+    """Hands over text as it is decoded and keeps the tokens, so that nothing is lost when generation is stopped."""
+
+    def __init__(self, tokenizer, write: Callable[[str], None] | None, count: Callable[[], None] | None) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write, self.count = write, count
+        self.ids: list[int] = []
+        self.began = time.perf_counter()
+        self.first: float | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.first = self.first or time.perf_counter() - self.began
+            self.ids += value.flatten().tolist()
+            if self.count:
+                self.count()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self.write:
+            self.write(text)
+
+
+def generate(source: str, prompt: str, options: Options, console: Console) -> tuple[dict, bool]:
+    """Continue the prompt with the model `source`, and with its teacher before it where options say so.
+
+    prompt: the text, or "-" to read it from stdin. Text appears on stdout as it is made; with the teacher on a terminal
+    both answers appear side by side when they are there. Ctrl-C ends with what there is. Returns the report and whether
+    it was stopped. Raises UserError for an empty prompt and for a chat that the tokenizer has no template for.
+    """
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise UsageError("the prompt is empty", fix='give some text, or "-" and text on stdin')
+    model = open_model(source, say=console.line)
+    sides = {"student" if model.ours else "model": model}
+    if options.teacher:
+        fix = "leave out --teacher, or run linearize generate on the teacher itself"
+        sides = {"teacher": open_named_teacher(model, say=console.line, fix=fix), **sides}
+    inputs = {side: _inputs(part, prompt, options) for side, part in sides.items()}
+    device = pick_device(options.device)
+
+    both = len(sides) > 1
+    beside = both and sys.stdout.isatty() and not console.json
+    answers: dict[str, dict] = {}
+    stopped = False
+    for side, part in sides.items():
+        if both and not beside and not console.json:
+            print(f"{chr(10) if answers else ''}{side}: {part.source}\n", flush=True)
+        answers[side], stopped = _answer(part, inputs[side], options, device, side, not beside, console)
+        if stopped:
+            break
+    if beside:
+        _show_beside({side: answer["text"] for side, answer in answers.items()}, sides)
+    report = {
+        "model": source,
+        "teacher": sides["teacher"].source if "teacher" in sides else None,
+        "prompt": prompt,
+        "settings": {**vars(options), "device": str(device), "chat": _chats(model, options)},
+        "answers": answers,
+        "stopped": stopped,
+    }
+    console.result(report)
+    return report, stopped
+
+
+def _chats(model: Model, options: Options) -> bool:
+    return bool(model.tokenizer.chat_template) if options.chat is None else options.chat
+
+
+def _inputs(model: Model, prompt: str, options: Options) -> BatchEncoding:
+    """Token ids and mask, [1, T] each."""
+    tokenizer = model.tokenizer
+    if not _chats(model, options):
+        if options.system is not None:
+            fix = "leave out --system, or put it into the prompt"
+            raise UsageError(f"--system needs a chat template, and {model.source} is used without one", fix=fix)
+        return tokenizer(prompt, return_tensors="pt")
+    if not tokenizer.chat_template:
+        raise UsageError(f"the tokenizer of {model.source} has no chat template", fix="leave out --chat")
+    messages = [{"role": "user", "content": prompt}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # templates are programs of many authors
+        raise UserError(f"the chat template of {model.source} fails: {error}", fix="--no-chat does without") from error
+
+
+def _answer(
+    model: Model,
+    inputs: BatchEncoding,
+    options: Options,
+    device: torch.device,
+    side: str,
+    stream: bool,
+    console: Console,
+) -> tuple[dict, bool]:
+    """One model's answer, written to stdout as it comes where `stream` says so, and whether Ctrl-C ended it."""
+    shown = stream and not console.json
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    how = {"do_sample": False} if options.temperature == 0 else {"do_sample": True, "temperature": options.temperature}
+    if options.temperature and options.top_p is not None:
+        how["top_p"] = options.top_p
+    stopped = False
+    length = inputs["input_ids"].shape[1]
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest and length + options.max_new_tokens > longest:
+        console.warn(f"{model.source} is made for {longest} tokens, and this takes {length + options.max_new_tokens}")
+    try:
+        net = model.load(device, options.dtype)
+        torch.manual_seed(options.seed)
+        # Where the text is shown as it is made, that is progress enough.
+        bar = nullcontext() if shown else console.stage(side, options.max_new_tokens)
+        with hushed(), bar as stage:
+            streamer = _Stream(model.tokenizer, write if shown else None, stage.advance if stage else None)
+            try:
+                net.generate(
+                    **{name: inputs[name].to(device) for name in ("input_ids", "attention_mask")},
+                    max_new_tokens=options.max_new_tokens,
+                    pad_token_id=_pad(net),
+                    streamer=streamer,
+                    **how,
+                )
+            except KeyboardInterrupt:
+                stopped = True
+                streamer.end()
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        fix = "a shorter prompt, --dtype bfloat16 or --device cpu"
+        raise UserError(f"out of memory while {model.source} answers", fix=fix) from error
+    seconds = time.perf_counter() - streamer.began
+    tokens = len(streamer.ids)
+    if shown:
+        print(flush=True)
+        console.line(f"{side}: {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s")
+    del net
+    free_memory(device)
+    answer = {
+        "text": model.tokenizer.decode(streamer.ids, skip_special_tokens=True),
+        "prompt_tokens": length,
+        "tokens": tokens,
+        "seconds": seconds,
+        "first_token_seconds": streamer.first,
+        "tokens_per_second": tokens / seconds if tokens else None,
+    }
+    return answer, stopped
+
+
+def _pad(net) -> int | None:
+    end = net.generation_config.eos_token_id
+    return end[0] if isinstance(end, list) else end
+
+
+def _show_beside(answers: dict[str, str], sides: dict[str, Model]) -> None:
+    """Both answers in two columns of a terminal."""
+    from rich.console import Console as Terminal
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, expand=True, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for side in answers:
+        table.add_column(Text(f"{side}: {sides[side].source}", overflow="ellipsis"), ratio=1)
+    table.add_row(*(Text(text.strip()) for text in answers.values()))
+    Terminal(file=sys.stdout).print(table)
