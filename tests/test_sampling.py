@@ -1,10 +1,15 @@
 """Text sampled from the teacher: its distribution, its borders, its cache, and steps that a CUDA graph can hold."""
 
+import contextlib
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import TEACHERS, teacher_model, tiny_tokenizer
 from test_data import make_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from linearize.data import Loader, content_hash, open_sources, sample_text, self_text
@@ -184,6 +189,32 @@ def test_a_step_never_waits_for_the_device_and_keeps_its_tensors(name, short_rea
     assert [tensor.data_ptr() for tensor in now] == places and sampler.slot.item() == 4
 
 
+class Strangers(TorchDispatchMode):
+    """Notes operations that take a tensor from another device than the model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        self.seen += [str(function) for tensor in tensors if tensor.device.type != "meta"]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_step_needs_no_values_and_no_copies_from_the_host(name, monkeypatch):
+    """On the meta device a tensor has no value to look at; a copy from the host would stop a capture too."""
+    model = copy.deepcopy(teacher_model(name)).to("meta", torch.bfloat16)
+    monkeypatch.setattr(torch, "Generator", lambda device: None)
+    sampler = sampler_of(model, tiny_tokenizer(), 40, 2)
+    with torch.inference_mode():
+        sampler._step(16)
+        with Strangers() as strangers:
+            sampler._step(32)
+    assert not strangers.seen
+
+
 def test_host_looks_are_noticed():
     with HostLooks() as looks:
         torch.ones(()).item()
@@ -252,11 +283,58 @@ def test_sampled_text_feeds_the_loader_and_is_read_batch_by_batch(model, tmp_pat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", TEACHERS)
 def test_graphs_sample_what_plain_steps_sample(name, short_reads, recwarn):
-    import copy
-
-    model = copy.deepcopy(teacher_model(name)).to("cuda")
+    model = copy.deepcopy(teacher_model(name)).to("cuda", torch.bfloat16)
     arguments = dict(seed=3, batch_size=4, device="cuda")
     plain = self_text(model, tiny_tokenizer(), 12 * 48, 48, graphs=False, **arguments)
     replayed = self_text(model, tiny_tokenizer(), 12 * 48, 48, graphs=True, **arguments)
     assert torch.equal(plain.ids, replayed.ids)
     assert not [warning for warning in recwarn if "CUDA graphs" in str(warning.message)]
+
+
+class PretendGraph:
+    """Runs the step again that was made while it was captured."""
+
+    def register_generator_state(self, generator):
+        self.generator = generator
+
+    def pool(self):
+        return "pool"
+
+    def replay(self):
+        self.again()
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_graphs_are_made_once_for_every_length_and_used(model, monkeypatch, short_reads, fail):
+    step, made = _Sampler._step, []
+
+    @contextlib.contextmanager
+    def capture(graph, pool):
+        if fail:
+            raise RuntimeError("not here")
+        before = len(made)
+        yield
+        [sampler, length] = made[before]
+        graph.again = lambda: step(sampler, length)
+        assert pool == ("pool" if captured else None) and graph.generator is sampler.generator
+        captured.append(length)
+
+    def recorded(self, length):
+        made.append((self, length))
+        step(self, length)
+
+    captured: list[int] = []
+    plain = self_text(model, make_tokenizer(), 160, 40, batch_size=2)
+    monkeypatch.setattr(_Sampler, "_step", recorded)
+    nothing = SimpleNamespace(wait_stream=lambda stream: None)
+    for name, value in (
+        ("CUDAGraph", PretendGraph), ("graph", capture), ("Stream", lambda: nothing),
+        ("current_stream", lambda: nothing), ("stream", lambda stream: contextlib.nullcontext()),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    with pytest.warns(UserWarning, match="without CUDA graphs") if fail else contextlib.nullcontext():
+        rows = self_text(model, make_tokenizer(), 160, 40, batch_size=2, graphs=True)
+    assert content_hash(rows) == content_hash(plain)
+    assert captured == ([] if fail else [16, 32, 40])
+    # Three steps to warm up, three captured; then only replays, or only plain steps.
+    assert len(made) == (3 + 2 * 40 if fail else 6)

@@ -77,7 +77,7 @@ def sample_text(
     device, wanted = torch.device(device), -(-tokens // context)
     prompt = _Prompt(model, tokenizer, device)
     key = _key(model, prompt, seed, context, temperature)
-    batch_size = batch_size or _kept_size(cache_path, key) or min(_fitting(model, context, device), wanted)
+    batch_size = batch_size or _kept_size(cache_path, key) or _fitting(model, context, device)
     folder = None if cache_path is None else _cache_folder(Path(cache_path) / f"{key}-{batch_size}")
     batches = SampledBatches(folder, batch_size, context, wanted)
     report = progress or (lambda _: None)
@@ -204,7 +204,7 @@ class _Sampler:
         drawn = (self.logits / self.temperature).sub_(race).argmax(dim=-1)
         token = torch.where(position > prompt.first_free, drawn, prompt.starts[pick])
         if prompt.bos is not None:
-            token = torch.where(position == 0, prompt.bos, token)
+            token = token.masked_fill(position == 0, prompt.bos)
         self.ids.index_copy_(1, self.slot, token[:, None])
         self.positions.index_copy_(1, self.slot, position[:, None])
         self.visible.logical_and_((position != 0)[:, None]).index_fill_(1, self.slot, True)
@@ -218,7 +218,7 @@ class _Sampler:
         self.logits.copy_(logits)
         self.finite.logical_and_(torch.isfinite(logits).all())
         ended = (token[:, None] == prompt.ends).any(dim=-1) & (position > prompt.first_free)
-        position.copy_(torch.where(ended, 0, position + 1))
+        position.add_(1).masked_fill_(ended, 0)
         self.slot.add_(1)
 
     @torch.inference_mode()
@@ -239,6 +239,7 @@ class _Sampler:
                 graph.register_generator_state(self.generator)
                 with torch.cuda.graph(graph, pool=pool):
                     self._step(length)
+                # One memory for all of them: they never run at the same time.
                 pool = pool or graph.pool()
                 self.steps[length] = graph.replay
         except RuntimeError as error:
