@@ -103,15 +103,15 @@ class Layerwise:
 
     def _order(self) -> str:
         """The order in which the run was begun, whatever the number of processes that go on with it."""
-        saved = self.run.load("order")
-        self.here.wait()
-        if saved is not None:
-            return saved[1]["order"]
-        order = self.recipe.align.order
-        if order == "auto":
+        if any(self.run.folder.glob("start-*.json")):
+            order = "calibrate-first"
+        elif self.run.finished_layers():
+            order = "interleaved"
+        elif self.recipe.align.order == "auto":
             order = "interleaved" if self.here.world == 1 else "calibrate-first"
-        if self.here.first:
-            self.run.save("order", {}, {"order": order})
+        else:
+            order = self.recipe.align.order
+        self.here.wait()  # before anyone saves anything
         return order
 
     def _measured(self, interleaved: bool) -> dict | None:
