@@ -608,6 +608,14 @@ class RunState:
                 if path.is_dir():
                     shutil.rmtree(path)
 
+    def part(self, name: str) -> RunState:
+        """A part of this run with names of its own, in a folder of the state; it ends with the run."""
+        part = RunState.join(self.out, self._say)
+        part.folder = self.folder / name
+        with writing(part.folder):
+            part.folder.mkdir(exist_ok=True)
+        return part
+
     def holds(self, name: str) -> bool:
         """Whether `save` kept something under this name; `load` checks it."""
         return self._files(name)[1].exists()

@@ -41,11 +41,12 @@ from linearize.data import (
 from linearize.distill import STATE, Trainer, memory_needed
 from linearize.errors import UserError
 from linearize.evaluate import continue_text
-from linearize.layerwise import Layerwise, Text, aligned_lines
+from linearize.layerwise import BATCH_TOKENS, Layerwise, Text, aligned_lines
 from linearize.metrics import Metrics
 from linearize.plan import Plan, plan_model
 from linearize.processes import Processes, join, one_after_the_first
 from linearize.recipe import Recipe
+from linearize.select import Hybrid, Questions, choose, measurements
 from linearize.student import student_config, write_shim
 from linearize.teacher import Teacher, open_teacher
 
@@ -64,7 +65,6 @@ def convert(model: str, out: Path, recipe: Recipe, console: Console) -> dict:
             model, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code, say=console.line
         ),
     )
-    specs = recipe.mixer_specs(teacher.config.num_hidden_layers)
     identity = {"teacher": _teacher_identity(teacher), "recipe": recipe.fingerprint()}
     needed = plan.disk["checkpoint"] + plan.disk["finished_layers"]
     begin = functools.partial(RunState, out, identity, overwrite=recipe.run.overwrite, needed=needed, say=console.line)
@@ -75,7 +75,10 @@ def convert(model: str, out: Path, recipe: Recipe, console: Console) -> dict:
             record = _read_record(out)
             console.line(f"{out} is finished; --overwrite starts afresh")
         else:
-            record = _measure(plan, teacher, specs, recipe, here, run, console)
+            with memory_for("--select-align-tokens or --align-batch-tokens; or name the layers in --keep-softmax"):
+                selection = select_layers(teacher, recipe, here, run, console)
+            specs = recipe.mixer_specs(teacher.config.num_hidden_layers, selection and selection["kept"])
+            record = _measure(plan, teacher, specs, selection, recipe, here, run, console)
             if here.first:
                 write_checkpoint(teacher, specs, recipe, record, run, console)
         here.leave()
@@ -88,6 +91,7 @@ def _measure(
     plan: Plan,
     teacher: Teacher,
     specs: dict[int, dict],
+    selection: dict | None,
     recipe: Recipe,
     here: Processes,
     run: RunState,
@@ -126,6 +130,7 @@ def _measure(
             for name, rows in vars(text).items()
             if rows is not None
         },
+        "selection": selection,
         "layers": layers,
         "aligned": heldout,
         "distill": distilled,
@@ -234,6 +239,54 @@ def _rows(sources: list[Source], tokenizer, context: int, tokens: int, seed: int
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
+
+
+def select_layers(teacher: Teacher, recipe: Recipe, here: Processes, run: RunState, console: Console) -> dict | None:
+    """Choose the layers that keep their softmax by measurement, where the recipe says so; what `choose` returns.
+
+    A student without softmax is calibrated and aligned for it in a part of the run of its own; text to compare on comes
+    from the training side, so that held-out text stays unseen.
+    """
+    count, options = recipe.measured_count(), recipe.select
+    if count is None:
+        return None
+    saved = run.load("selection")
+    here.wait()
+    if saved is not None:
+        return saved[1]
+    linear = recipe.replace(
+        {"convert.keep_softmax": "none", "align.tokens": options.align_tokens, "data.heldout_tokens": 0}
+    )
+    compared = linear.replace(
+        {
+            "calibrate.tokens": options.tokens,
+            "calibrate.context": options.context,
+            "align.tokens": 0,
+            "run.seed": recipe.run.seed + 3,
+        }
+    )
+    part, specs = run.part("select"), linear.mixer_specs(teacher.config.num_hidden_layers)
+    console.line(f"choosing {count} of {len(specs)} layers: a student without softmax first")
+    with Metrics(part.folder, writes=False) as metrics:
+        text = prepare_text(teacher, linear, here.device, part, console)
+        rows = prepare_text(teacher, compared, here.device, run.part("select-text"), console).calibration
+        convert_layers(teacher, specs, linear, text, here, part, metrics, console)
+    student, model = assemble(teacher, specs, here)
+    for whole in (student, model):
+        whole.to(here.device).eval().requires_grad_(False)
+    fill(student, model, teacher, specs, part)
+    questions = Questions.make(teacher.tokenizer, options, recipe.run.seed)
+    hybrid = Hybrid(student, model, list(specs), rows, questions, options, BATCH_TOKENS[here.device.type])
+    total = measurements(len(specs), count, options.method)
+    with console.stage("choose layers", total, unit="hybrid") as bar:
+        selection = choose(hybrid, list(specs), count, here, lambda n, score: bar.advance(n, damage=score))
+    if here.first:
+        run.save("selection", {}, selection)
+    here.wait()
+    kept = ", ".join(map(str, selection["kept"]))
+    score, even = selection["damage"]["score"], selection["uniform"]["damage"]["score"]
+    console.line(f"softmax stays in {kept}: damage {score:.4f} nats a token, evenly spaced {even:.4f}")
+    return selection
 
 
 def convert_layers(

@@ -83,7 +83,7 @@ def refuse_gemma3(config: dict) -> str | None:
 
 def refuse_qwen3_moe(config: dict) -> str | None:
     if config.get("output_router_logits"):
-        return "a loss on the router's logits is asked for, which needs every layer's: set output_router_logits to false"
+        return "a loss on the router's logits needs every layer's: set output_router_logits to false"
     return None
 
 

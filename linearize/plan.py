@@ -297,7 +297,7 @@ def make_plan(
     return Plan(
         model=source.model,
         family=family.model_type,
-        notes=family.notes if any(layer.window for layer in layers if layer.state_bytes) else "",
+        notes=_notes(family, layers, recipe.measured_count()),
         dtype=str(dtype).removeprefix("torch."),
         parameters=parameters,
         mixer_parameters=new,
@@ -332,6 +332,16 @@ def make_plan(
         },
         export={"qwen3_5": exportable(config, specs)},
     )
+
+
+def _notes(family: Family, layers: list[LayerPlan], measured: int | None) -> str:
+    notes = []
+    if measured is not None:
+        notes.append(f"convert measures which {measured} layers keep their softmax; evenly spaced ones stand in here")
+    # What a family notes is about windows or capped logits, which only some configurations have.
+    if family.notes and (family.softmax == "eager" or any(at.window for at in layers if at.state_bytes)):
+        notes.append(family.notes)
+    return "; ".join(notes)
 
 
 def _distill_memory(options: Distill, layers: list[LayerPlan], parameters: int, itemsize: int) -> dict[str, int]:

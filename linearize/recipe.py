@@ -39,12 +39,14 @@ MIXER_OPTIONS = {
     "deltanet": READOUT,
     "mesanet": READOUT,
     "vala": READOUT,
+    "ttt": (*READOUT, "ttt_width", "ttt_momentum"),
+    "k-cache": READOUT,
     "gdn-standard": (),
     "gdn-native": (),
 }
 MIXER_KINDS = tuple(MIXER_OPTIONS)
 
-KEEP_FORMS = "3,7,11 or 0-3,8 (layers), 25%, uniform:8, every:4, first:2, last:2 or none"
+KEEP_FORMS = "3,7,11 or 0-3,8 (layers), 25%, uniform:8, auto:8 (measured), every:4, first:2, last:2, none"
 
 
 def key(
@@ -99,6 +101,25 @@ class Calibrate:
     context: Count = key(512, "Tokens in a row of calibration text.", least=16)
     taps: int = key(4, "Recent values that each head reads directly.", least=1)
     time_scales: int = key(3, "Running means over other time spans that each head reads.", least=0)
+    ttt_width: int = key(32, "Hidden units per head of ttt's inner model, beside its linear part.", least=0)
+    ttt_momentum: bool = key(False, "Train ttt's inner model with momentum as well, at twice its state.")
+
+
+@dataclass(frozen=True)
+class Select:
+    """Choosing layers, with --keep-softmax auto:N"""
+
+    tokens: Count = key(16_384, "Tokens of training text on which hybrids are compared.", least=16)
+    context: Count = key(512, "Tokens in a row of it.", least=16)
+    questions: int = key(16, "Prompts of key-value questions that are asked as well.", least=0)
+    question_tokens: Count = key(512, "Tokens in such a prompt.", least=32)
+    answers_weight: float = key(1.0, "Weight of the answers' divergence beside the text's.", least=0)
+    align_tokens: Count = key(
+        100_000, "Tokens that each layer trains on before layers are compared; 0 compares calibrated starts.", least=0
+    )
+    method: Literal["greedy", "once"] = key(
+        "greedy", "greedy measures all layers again after each choice, once ranks them by one measurement each."
+    )
 
 
 @dataclass(frozen=True)
@@ -271,6 +292,7 @@ class Recipe:
     model: Model = Model()
     convert: Convert = Convert()
     calibrate: Calibrate = Calibrate()
+    select: Select = Select()
     align: Align = Align()
     distill: Distill = Distill()
     data: Data = Data()
@@ -316,16 +338,27 @@ class Recipe:
         """Read a recipe's text; `where` names it in errors."""
         return cls.from_values(parse_yaml(text, where))
 
+    def replace(self, values: Mapping[str, Any]) -> Recipe:
+        """The same recipe with other typed values by key."""
+        return Recipe.from_values(self.values() | dict(values))
+
     def values(self) -> dict[str, Any]:
         """Every key with its value, in order."""
         return {name: getattr(getattr(self, name.split(".")[0]), name.split(".")[1]) for name in OPTIONS}
 
-    def mixer_specs(self, n_layers: int) -> dict[int, dict[str, Any]]:
+    def measured_count(self) -> int | None:
+        """How many layers keep their softmax by measurement (``auto:N``); None when the recipe says which."""
+        form, count = _parse_keep(self.convert.keep_softmax)
+        return count if form == "auto" else None
+
+    def mixer_specs(self, n_layers: int, kept: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
         """What each converted layer of `n_layers` becomes: {"kind": ..., **mixer options} by layer, ascending.
 
-        The layers left out stay softmax. Raises UsageError as resolve_keep and resolve_mixers do.
+        The layers left out stay softmax: those of `kept`, or those that the recipe says; for ``auto:N``, which says how
+        many, an even spacing stands in. Raises UsageError as resolve_keep and resolve_mixers do.
         """
-        kept = resolve_keep(self.convert.keep_softmax, n_layers)
+        if kept is None:
+            kept = resolve_keep(self.convert.keep_softmax, n_layers)
         kinds = resolve_mixers(self.convert.mixer, n_layers, kept)
         return {
             layer: {"kind": kind} | {name: getattr(self.calibrate, name) for name in MIXER_OPTIONS[kind]}
@@ -354,6 +387,7 @@ GROUPS: dict[str, type] = {
     "model": Model,
     "convert": Convert,
     "calibrate": Calibrate,
+    "select": Select,
     "align": Align,
     "distill": Distill,
     "data": Data,
@@ -538,12 +572,10 @@ def _parse_keep(spec: str) -> tuple[str, Any]:
         if share > 1:
             raise UsageError("convert.keep_softmax is over 100%", value=spec, fix="a share of the layers such as 25%")
         return "share", share
-    if match := re.fullmatch(r"(uniform|every|first|last):(\d+)", text):
+    if match := re.fullmatch(r"(uniform|auto|every|first|last):(\d+)", text):
         if int(match[2]) < 1:
             raise UsageError("convert.keep_softmax needs a count of 1 or more", value=spec, fix=KEEP_FORMS)
         return match[1], int(match[2])
-    if text.startswith("auto"):
-        raise UsageError("convert.keep_softmax cannot choose layers by itself yet", value=spec, fix=f"use {KEEP_FORMS}")
     try:
         return "layers", [layer for part in text.split(",") for layer in _layer_range(part)]
     except ValueError:
@@ -561,13 +593,14 @@ def resolve_keep(spec: str, n_layers: int) -> tuple[int, ...]:
     """The layers that stay softmax, ascending, for a model of `n_layers`.
 
     A share rounds half up (25% of 30 layers is 8). Raises UsageError for a layer the model does not have, a layer named
-    twice, a share that rounds to no layer, and a choice that leaves nothing to convert.
+    twice, a share that rounds to no layer, and a choice that leaves nothing to convert. ``auto:N`` gives N evenly
+    spaced ones: how many is known before which.
     """
     form, arg = _parse_keep(spec)
     count = {"share": lambda: math.floor(arg * n_layers + Fraction(1, 2)), "layers": lambda: 0, "none": lambda: 0}.get(
         form, lambda: arg
     )()
-    if form in ("uniform", "first", "last", "every") and arg > n_layers:
+    if form in ("uniform", "auto", "first", "last", "every") and arg > n_layers:
         raise UsageError(f"convert.keep_softmax: the model has {n_layers} layers", value=spec, fix=KEEP_FORMS)
     if form == "share" and arg and not count:
         raise UsageError(
@@ -577,7 +610,7 @@ def resolve_keep(spec: str, n_layers: int) -> tuple[int, ...]:
         )
     if form == "none":
         kept: Sequence[int] = ()
-    elif form in ("share", "uniform"):
+    elif form in ("share", "uniform", "auto"):
         kept = uniform_layers(count, n_layers)
     elif form == "every":
         kept = range(arg - 1, n_layers, arg)

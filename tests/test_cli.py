@@ -22,6 +22,9 @@ RECIPE_FLAGS = """
     --revision --trust-remote-code --no-trust-remote-code
     --mixer --keep-softmax
     --calibrate-tokens --calibrate-select-tokens --calibrate-context --calibrate-taps --calibrate-time-scales
+    --calibrate-ttt-width --calibrate-ttt-momentum --no-calibrate-ttt-momentum
+    --select-tokens --select-context --select-questions --select-question-tokens --select-answers-weight
+    --select-align-tokens --select-method
     --align-tokens --align-context --align-batch-tokens --align-lr --align-lr-min --align-warmup
     --align-order --align-cache-bytes --align-cache-dtype
     --distill-tokens --distill-context --distill-batch-tokens --distill-micro-tokens --distill-lr --distill-lr-mixer
@@ -34,7 +37,7 @@ RECIPE_FLAGS = """
 RUN_FLAGS = "--seed --device --dtype --json --quiet -q --verbose -v --help -h"
 FLAGS = {
     "": "--version --install-completion --show-completion --help -h",
-    "plan": RECIPE_FLAGS,
+    "plan": f"{RECIPE_FLAGS} --lengths --batches",
     "convert": RECIPE_FLAGS,
     "inspect": """
         --tokens --context --data --layers --mixers --out --revision --trust-remote-code --device --seed
@@ -187,7 +190,7 @@ def test_traceback_with_verbose(convert, capsys, flag):
         ("convert m out extra", ["extra"]),
         ("convert m out -r nowhere", ["no such recipe", "'nowhere'"]),
         ("convert m out -s algn.lr=3", ["did you mean align.lr"]),
-        ("convert m out --keep-softmax auto:3", ["by itself yet"]),
+        ("convert m out --keep-softmax auto:0", ["1 or more"]),
         ("transform m", ["transform"]),
         ("recipes show nowhere", ["no such recipe"]),
     ],

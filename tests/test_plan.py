@@ -140,6 +140,13 @@ def test_hidden_states_beyond_the_budget_are_on_disk(teacher, capsys):
     assert small["disk"]["hidden_states"] + 20_000_000 == said["memory"]["hidden_states"]
 
 
+def test_layers_that_are_measured_later(teacher, capsys):
+    said = plan_json(capsys, teacher.folder, "--keep-softmax", "auto:2")
+    assert len(said["converted_layers"]) == 2 and "measures which 2 layers" in said["notes"]
+    assert plan_json(capsys, teacher.folder)["notes"] == ""
+    assert cli.run(["plan", str(teacher.folder), "--keep-softmax", "auto:4"]) == 2
+
+
 def test_export_is_foreseen(teacher, tmp_path, capsys):
     assert "gdn mixer" in plan_json(capsys, teacher.folder)["export"]["qwen3_5"]
     save(tmp_path, Qwen3Config(**SIZES))
