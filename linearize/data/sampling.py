@@ -91,6 +91,9 @@ def sample_text(
             batches.save(index, sampler.sample(seed, index, lambda steps, used=used: report(steps * used)))
         else:
             report(used * context)
+    if sampler is not None and device.type == "cuda":
+        del sampler  # the cache and the graphs hold much of the device's memory, and what comes next needs it
+        torch.cuda.empty_cache()
     return RowSource(batches, f"{key}-{batch_size} {wanted}")
 
 
@@ -126,6 +129,13 @@ class _Slots(StaticLayer):
     def __init__(self, context: int, slot: torch.Tensor):
         super().__init__(context)
         self.slot, self.length = slot, context
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        self.keys, self.values = (
+            states.new_zeros(*states.shape[:2], self.max_cache_len, states.shape[-1])
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
