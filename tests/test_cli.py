@@ -23,6 +23,7 @@ RECIPE_FLAGS = """
     --mixer --keep-softmax
     --calibrate-tokens --calibrate-select-tokens --calibrate-context --calibrate-taps --calibrate-time-scales
     --calibrate-ttt-width --calibrate-ttt-momentum --no-calibrate-ttt-momentum
+    --calibrate-ttt-width --calibrate-ttt-momentum --no-calibrate-ttt-momentum
     --select-tokens --select-context --select-questions --select-question-tokens --select-answers-weight
     --select-align-tokens --select-method
     --align-tokens --align-context --align-batch-tokens --align-lr --align-lr-min --align-warmup

@@ -7,10 +7,14 @@ from linearize.mixers.deltanet import DeltaNet
 from linearize.mixers.gdn import GDN
 from linearize.mixers.gdn_native import NativeGDN
 from linearize.mixers.gdn_standard import StandardGDN
+from linearize.mixers.kcache import KCache
 from linearize.mixers.mesanet import MesaNet
+from linearize.mixers.ttt import TTT
 from linearize.mixers.vala import VaLA
 
-MIXERS: dict[str, type[Mixer]] = {cls.kind: cls for cls in (GDN, DeltaNet, MesaNet, VaLA, StandardGDN, NativeGDN)}
+MIXERS: dict[str, type[Mixer]] = {
+    cls.kind: cls for cls in (GDN, DeltaNet, MesaNet, VaLA, TTT, KCache, StandardGDN, NativeGDN)
+}
 
 
 def build_mixer(attn: nn.Module, spec: dict, layer_idx: int, shape: HeadShape) -> MixedAttention:
@@ -24,9 +28,11 @@ def build_mixer(attn: nn.Module, spec: dict, layer_idx: int, shape: HeadShape) -
 
 __all__ = [
     "MIXERS",
+    "TTT",
     "DeltaNet",
     "GDN",
     "HeadShape",
+    "KCache",
     "MesaNet",
     "MixedAttention",
     "Mixer",

@@ -53,6 +53,31 @@ def ridge_terms(
     return torch.stack(out, 3).flatten(2, 3), variance
 
 
+def read_ridge(
+    query: Tensor, at: Centred, gates: list[Tensor], ridge: Tensor, old: dict[str, Tensor], output_state: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``G^T (H + Lambda)^-1 query`` plus the zeroth order, with the gates and the result of ``CentredMixer.remember``.
+
+    query: [B, T, H, K], packed. ridge: [H, K], the diagonal of Lambda. G and H are the states memory and key_memory.
+    """
+    arguments = (query, at.keys, at.values, *covariance_arguments(at.strengths, *gates), ridge)
+    states = (old["memory"], old["key_memory"]) if old else None
+    if states and output_state and query.shape[1] <= MAX_STEP and not torch.is_grad_enabled():
+        # The step writes into the state it is given.
+        o, states = mesa_step(*arguments, state=tuple(state.clone() for state in states), add_to=at.base)
+    else:
+        o, states, _ = mesa(
+            *arguments,
+            max_iter=MAX_ITER,
+            tol=TOLERANCE[torch.promote_types(query.dtype, torch.float32)],
+            initial_state=states,
+            output_final_state=output_state,
+            cu_seqlens=at.cu_seqlens,
+            add_to=at.base,
+        )
+    return o, {"memory": states[0], "key_memory": states[1]} if output_state else {}
+
+
 class MesaNet(CentredMixer):
     """``o = ... + rho_A G^T (H + Lambda)^-1 Lbar s (q - r)`` with the running covariances G of k and v and H of k.
 
@@ -109,19 +134,4 @@ class MesaNet(CentredMixer):
         ridge = self.log_ridge.exp()
         level = (self.log_variance.exp() + ridge) * (self.read_state * scale)[:, None]
         query = (at.gap * level).to(at.keys.dtype)
-        arguments = (query, at.keys, at.values, *covariance_arguments(at.strengths, *gates), ridge)
-        states = (old["memory"], old["key_memory"]) if old else None
-        if states and output_state and query.shape[1] <= MAX_STEP and not torch.is_grad_enabled():
-            # The step writes into the state it is given.
-            o, states = mesa_step(*arguments, state=tuple(state.clone() for state in states), add_to=at.base)
-        else:
-            o, states, _ = mesa(
-                *arguments,
-                max_iter=MAX_ITER,
-                tol=TOLERANCE[torch.promote_types(query.dtype, torch.float32)],
-                initial_state=states,
-                output_final_state=output_state,
-                cu_seqlens=at.cu_seqlens,
-                add_to=at.base,
-            )
-        return o, {"memory": states[0], "key_memory": states[1]} if output_state else {}
+        return read_ridge(query, at, gates, ridge, old, output_state)
