@@ -10,7 +10,7 @@ import torch
 from linearize_kernels import centre, log_norm
 from torch import Tensor
 
-from linearize.mixers import Segments
+from linearize.mixers import GDN, DeltaNet, HeadShape, MesaNet, Segments, VaLA
 from linearize.mixers.expansion import Layout, forget_logit, forgetting, strengths, tilt
 from linearize.mixers.gdn import delta_arguments
 
@@ -224,6 +224,47 @@ def test_vala_is_the_tangent_of_softmax_attention_at_the_reference(qkv, forget, 
         torch.testing.assert_close(got[t], attend(r) + slope @ (q[t] - r), **EXACT)
 
 
+ONE_HEAD = HeadShape(hidden=3, q_heads=1, kv_heads=1, key_dim=K, value_dim=V)
+
+
+@torch.no_grad()
+def package_mixer(cls, r: Tensor, forget: float, **values):
+    """A mixer of one head with reference r, an even forgetting and no part of the readout but vbar and the memory."""
+    mixer = cls(ONE_HEAD).double()
+    mixer.reference.copy_(r[None])
+    # A logit of -60 is a forgetting of 1 - 1e-26.
+    mixer.gates.bias[-1] = -60.0 if forget == 1 else forget_logit(forget)
+    for name, value in values.items():
+        getattr(mixer, name).copy_(value)
+    return mixer
+
+
+@torch.no_grad()
+def run(mixer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows = (x[None, :, None] for x in (q, k, v))
+    return mixer(torch.zeros(1, len(q), 3, dtype=torch.float64), *rows, SCALE, segments=Segments())[0][0, :, 0]
+
+
+@pytest.mark.parametrize("tilted", [False, True])
+@pytest.mark.parametrize("decay", [1, 0.9])
+def test_package_vala_is_vala(qkv, tilted, decay):
+    q, k, v = qkv
+    r = q.mean(0) if tilted else torch.zeros(K, dtype=torch.float64)
+    lam = torch.full((T,), float(decay), dtype=torch.float64)
+    torch.testing.assert_close(run(package_mixer(VaLA, r, decay), q, k, v), vala(q, k, v, r, lam), **EXACT)
+
+
+def test_package_gdn_without_erase_is_vala(qkv):
+    """The distance falls with c_h^2."""
+    q, k, v = qkv
+    want = run(package_mixer(VaLA, q.mean(0), 0.9), q, k, v)
+    gaps = [
+        float((run(package_mixer(GDN, q.mean(0), 0.9, log_balance=torch.tensor(c).log()), q, k, v) - want).abs().max())
+        for c in (1.0, 1e-2, 1e-3, 1e-6)
+    ]
+    assert gaps[0] > 0.01 and 90 < gaps[1] / gaps[2] < 110 and gaps[3] < 1e-9
+
+
 # §4
 
 
@@ -338,3 +379,112 @@ def test_first_token_only_starts_the_means(qkv, forget):
         o, states, *_ = form(q, k, v, r, forget, 1.0)
         assert not states[0].any()
         assert torch.equal(o[0], v[0])
+
+
+# §7
+
+
+def test_mean_field_of_a_linear_model_is_exact(qkv):
+    """sum a_i W^T k_i = W^T sum a_i k_i."""
+    q, k, v = qkv
+    weight = normal(K, V, seed=12)
+    a = (SCALE * k @ q[-1]).softmax(0)
+    torch.testing.assert_close(a @ (k @ weight), weight.T @ (a @ k), **EXACT)
+
+
+@pytest.mark.parametrize("eta", [1e-3, 0.1, 10.0])
+def test_delta_rule_step_is_gradient_descent(qkv, eta):
+    """S_t is one step of SGD on |v - S^T k|^2 / 2 at the rate eta / (1 + eta n^2), and the implicit step at eta."""
+    q, k, v = qkv
+    r = q.mean(0)
+    _, kbar, vbar = expansion(k, v, r, torch.full((T,), 0.9, dtype=torch.float64))
+    mixer = package_mixer(
+        DeltaNet, r, 0.9, log_rate=torch.tensor(eta, dtype=torch.float64).log(), key_readout=torch.ones(1, K)
+    )
+    s = torch.zeros(K, V, dtype=torch.float64)
+    want = []
+    for t in range(T):
+        key, value = k[t] - before(kbar)[t], v[t] - before(vbar)[t]
+        if t:
+
+            def loss(state, key=key, value=value):
+                return 0.5 * (value - state.T @ key).square().sum()
+
+            start = s.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(loss(start), start)
+            s = s - eta / (1 + eta * key @ key) * slope
+            end = s.clone().requires_grad_()
+            (implicit,) = torch.autograd.grad(loss(end), end)
+            torch.testing.assert_close(s, start.detach() - eta * implicit, atol=1e-11, rtol=1e-11)
+        want.append(vbar[t] + s.T @ (q[t] - r))
+    torch.testing.assert_close(run(mixer, q, k, v), torch.stack(want), atol=1e-11, rtol=1e-11)
+
+
+def test_decreasing_steps_of_the_delta_rule(qkv):
+    """schedule = 1 is eta_t = eta b_t; with no forgetting and r = 0, eta / t."""
+    q, k, v = qkv
+    zero = torch.zeros(K, dtype=torch.float64)
+    _, kbar, vbar = expansion(k, v, zero, torch.ones(T, dtype=torch.float64))
+    values = {
+        "log_rate": torch.tensor(0.3, dtype=torch.float64).log(),
+        "schedule": 1.0,
+        "key_readout": torch.ones(1, K),
+    }
+    mixer = package_mixer(DeltaNet, zero, 1, **{n: torch.as_tensor(x) for n, x in values.items()})
+    s, want = torch.zeros(K, V, dtype=torch.float64), []
+    for t in range(T):
+        key, value = k[t] - before(kbar)[t], v[t] - before(vbar)[t]
+        if t:
+            eta = 0.3 / (t + 1)
+            s = s + eta / (1 + eta * key @ key) * torch.outer(key, value - s.T @ key)
+        want.append(vbar[t] + s.T @ q[t])
+    torch.testing.assert_close(run(mixer, q, k, v), torch.stack(want), **EXACT)
+
+
+def mesa_values(ridge: float, variance: float) -> dict[str, Tensor]:
+    return {
+        "log_ridge": torch.full((1, K), ridge, dtype=torch.float64).log(),
+        "log_variance": torch.full((1, K), variance, dtype=torch.float64).log(),
+    }
+
+
+def test_mesanet_is_the_ridge_solution_over_all_that_was_seen(qkv):
+    """Against weighted ridge regression of v - vbar on k - kbar, with torch.linalg.solve."""
+    q, k, v = qkv
+    r = q.mean(0)
+    lam = torch.full((T,), 0.9, dtype=torch.float64)
+    got = run(package_mixer(MesaNet, r, 0.9, **mesa_values(0.5, 3.0)), q, k, v)
+    for t in (0, 1, 7, T - 1):
+        w = softmax_weights(r, k[: t + 1], lam[: t + 1])
+        keys, values = k[: t + 1] - w @ k[: t + 1], v[: t + 1] - w @ v[: t + 1]
+        gram = keys.T @ (w[:, None] * keys) + 0.5 * torch.eye(K, dtype=torch.float64)
+        model = torch.linalg.solve(gram, keys.T @ (w[:, None] * values))
+        want = w @ v[: t + 1] + model.T @ (3.5 * SCALE * (q[t] - r))
+        torch.testing.assert_close(got[t], want, atol=1e-9, rtol=1e-9)
+
+
+def test_infinite_ridge_is_vala(qkv):
+    """The distance falls with 1 / Lambda."""
+    q, k, v = qkv
+    want = run(package_mixer(VaLA, q.mean(0), 0.9), q, k, v)
+    gaps = [
+        float((run(package_mixer(MesaNet, q.mean(0), 0.9, **mesa_values(x, 1.0)), q, k, v) - want).abs().max())
+        for x in (1.0, 1e3, 1e4, 1e9)
+    ]
+    assert gaps[0] > 0.01 and 9 < gaps[1] / gaps[2] < 11 and gaps[3] < 1e-7
+
+
+def test_first_order_key_attention_is_the_covariance_of_keys(qkv):
+    """sum a_i k_i - kbar = s Cov_kk (q - r) + O(|q - r|^2), which closes the circle to VaLA."""
+    q, k, v = qkv
+    r, one = q.mean(0), torch.ones(T, dtype=torch.float64)
+    step = normal(K, seed=7)
+    w = softmax_weights(r, k, one)
+    centred = k - w @ k
+    covariance = centred.T @ (w[:, None] * centred)
+
+    def gap(size):
+        a = softmax_weights(r + size * step, k, one)
+        return float((a @ k - w @ k - size * SCALE * covariance @ step).norm())
+
+    assert 3.6 < gap(2e-3) / gap(1e-3) < 4.4

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import generator, perturb
 from linearize_kernels import log_norm
+from safetensors.torch import load_file, save_file
 from slow import slow_kcache, slow_ttt
 from torch import Tensor
 
@@ -467,12 +468,19 @@ def test_token_by_token_is_the_whole(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_leaves_the_state_it_was_given(kind):
-    mixer, batch = random_mixer(kind), text(2, 20)
-    _, state = call(mixer, batch, output_state=True)
-    kept = {name: tensor.clone() for name, tensor in state.items()}
-    call(mixer, batch, state=state, output_state=True)
-    assert all(torch.equal(state[name], kept[name]) for name in kept)
+@pytest.mark.parametrize("length", [1, 5, 20])
+def test_pieces_without_gradients_are_the_whole(kind, length):
+    """As a model decodes, where a mixer may take another way; and a call leaves the state it was given."""
+    mixer, batch = random_mixer(kind), text(2, 20 + 2 * length)
+    want, want_state = call(mixer, batch, output_state=True)
+    with torch.no_grad():
+        first, state = call(mixer, batch.map(lambda x: x[:, :20]), output_state=True)
+        kept = {name: tensor.clone() for name, tensor in state.items()}
+        middle, later = call(mixer, batch.map(lambda x: x[:, 20 : 20 + length]), state=state, output_state=True)
+        assert all(torch.equal(state[name], kept[name]) for name in kept)
+        last, later = call(mixer, batch.map(lambda x: x[:, 20 + length :]), state=later, output_state=True)
+    torch.testing.assert_close(torch.cat([first, middle, last], 1), want, **EXACT)
+    assert_same_state(later, want_state)
 
 
 def padding(length: int) -> Tensor:
@@ -567,6 +575,16 @@ def test_causal(kind):
 
 
 # Gradients and hard inputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_every_dtype_of_activations(kind, dtype):
+    """In and out in one dtype, fp32 parameters and statistics: as far off as rounding the inputs explains."""
+    mixer, batch = random_mixer(kind, dtype=torch.float32), text(2, 100)
+    want, _ = call(mixer.double(), batch)
+    o, _ = call(mixer.float(), batch.map(lambda x: x.to(dtype)))
+    assert o.dtype == dtype and relative(o, want) < {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 3e-2)
 
 
 @pytest.mark.parametrize("kind", FROM_QKV)
@@ -725,6 +743,24 @@ def test_parameters_are_fp32_and_reset_restores_them(kind):
     perturb(mixer, 0)
     mixer.reset_parameters()
     assert all(torch.equal(p, start[name]) for name, p in mixer.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameter_groups_hold_every_parameter_once(kind):
+    mixer = MIXERS[kind](SHAPE)
+    grouped = [id(p) for group in mixer.parameter_groups().values() for p in group]
+    assert sorted(grouped) == sorted(id(p) for p in mixer.parameters())
+    if kind in CENTRED:
+        assert mixer.parameter_groups()["gates"] == [mixer.gates.weight, mixer.gates.bias]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded_is_the_same(kind, tmp_path):
+    mixer, batch = random_mixer(kind, dtype=torch.float32), text(1, 40, dtype=torch.float32)
+    save_file(mixer.state_dict(), tmp_path / "mixer.safetensors")
+    other = MIXERS[kind](SHAPE)
+    other.load_state_dict(load_file(tmp_path / "mixer.safetensors"), strict=True)
+    assert torch.equal(call(other, batch)[0], call(mixer, batch)[0])
 
 
 def test_neutral_standard_gates():
