@@ -160,7 +160,7 @@ def convert(model: ModelArg, out: OutArg, recipe: Recipe) -> None:
 @app.command(
     "inspect",
     epilog="Example: linearize inspect HuggingFaceTB/SmolLM2-135M-Instruct --tokens 4k --layers 0-9 --out look. "
-    "Suggested is the constant-state mixer with the lowest start error, or one with a smaller state if its error is at "
+    "The star marks the constant-state mixer with the lowest start error, or one with a smaller state if its error is at "
     "most 2 % higher; keep ranks the layers by the start error of that mixer. Both are hints from one layer at a time: "
     "converting with and without a layer and measuring is better.",
 )
@@ -171,7 +171,7 @@ def inspect_model(
     tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="Tokens of text.")] = "8k",
     context: Annotated[str, typer.Option("--context", metavar="N", help="Tokens in a row of text.")] = "512",
     data: Annotated[
-        str, typer.Option("--data", metavar="TEXT", help="Text: bundled, or .txt/.jsonl files, folders, globs.")
+        str, typer.Option("--data", metavar="TEXT", help="Text: bundled, files, folders, globs or hub:NAME.")
     ] = "bundled",
     layers: Annotated[
         str | None, typer.Option("--layers", metavar="TEXT", help="Layers, such as 0-3,8.", show_default="all")
@@ -189,11 +189,11 @@ def inspect_model(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the model's own tokenizer code.")
     ] = False,
-    device: Annotated[str, typer.Option("--device", metavar="TEXT", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Seed of the text's order.")] = "0",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and warnings.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Show what each layer's attention does and how well every mixer starts there; FOLDER gets figures."""
     from linearize.inspect import inspect as run
@@ -428,9 +428,9 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a weight file at most.")
     ] = "5GB",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and warnings.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Write DIR to OUT as an architecture that transformers, vLLM and SGLang know, where that is possible exactly."""
     from linearize.export import export as run
@@ -452,9 +452,9 @@ def export(
 @app.command(epilog="Example: linearize report out/smollm2")
 def report(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="A converted folder.", show_default=False)],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and warnings.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Write DIR/report.html, one page with every figure and table that DIR holds, and refresh its model card."""
     from linearize.report import report as run
@@ -464,7 +464,7 @@ def report(
 
 @recipes_app.command("ls", epilog="Example: linearize recipes ls")
 def recipes_ls(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """List the recipes."""
     console = Console(json=json)
@@ -481,9 +481,13 @@ def _first_comment(path: Path) -> str:
 @recipes_app.command("show", epilog="Example: linearize recipes show default")
 def recipes_show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe, or default for every key with its default.")],
+    json: JsonOption = False,
 ) -> None:
     """Print a recipe."""
-    if name == "default":
+    if json:
+        made = Recipe() if name == "default" else Recipe.resolve(name)
+        Console(json=True).result({"recipe": made.values()})
+    elif name == "default":
         print(Recipe().to_yaml("Every key with its default."), end="")
     else:
         print(find_recipe(name).read_text(encoding="utf-8"), end="")
@@ -496,6 +500,7 @@ def recipes_cp(
         Path | None, typer.Argument(metavar="PATH", help="Where to; NAME.yaml in this folder.", show_default=False)
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace PATH if it exists.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Copy a recipe, to change it."""
     source = find_recipe(name)
@@ -505,7 +510,10 @@ def recipes_cp(
     if target.exists() and not overwrite:
         raise UsageError("the file exists", value=str(target), fix="name another, or pass --overwrite")
     shutil.copyfile(source, target)
-    print(f"wrote {target}: run it with linearize convert MODEL OUT -r {target}")
+    if json:
+        Console(json=True).result({"path": str(target)})
+    else:
+        print(f"wrote {target}: run it with linearize convert MODEL OUT -r {target}")
 
 
 def _explain(error: Exception) -> UserError:

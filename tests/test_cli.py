@@ -23,7 +23,6 @@ RECIPE_FLAGS = """
     --mixer --keep-softmax
     --calibrate-tokens --calibrate-select-tokens --calibrate-context --calibrate-taps --calibrate-time-scales
     --calibrate-ttt-width --calibrate-ttt-momentum --no-calibrate-ttt-momentum
-    --calibrate-ttt-width --calibrate-ttt-momentum --no-calibrate-ttt-momentum
     --select-tokens --select-context --select-questions --select-question-tokens --select-answers-weight
     --select-align-tokens --select-method
     --align-tokens --align-context --align-batch-tokens --align-lr --align-lr-min --align-warmup
@@ -58,8 +57,8 @@ FLAGS = {
     "bench kernels": "--help -h",
     "recipes": "--help -h",
     "recipes ls": "--json --help -h",
-    "recipes show": "--help -h",
-    "recipes cp": "--overwrite --help -h",
+    "recipes show": "--json --help -h",
+    "recipes cp": "--overwrite --json --help -h",
 }
 
 
@@ -222,6 +221,11 @@ def test_recipes_verbs(capsys, tmp_path, monkeypatch):
     assert "smollm2-135m-cpu-demo" in capsys.readouterr().out
     assert cli.run(["recipes", "show", "default"]) == 0
     assert Recipe.from_yaml(capsys.readouterr().out) == Recipe()
+    assert cli.run(["recipes", "show", "smollm2-135m-cpu-demo", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["recipe"]
+    assert shown["align.tokens"] == 16384 and set(shown) == {option.name for option in OPTIONS.values()}
+    assert cli.run(["recipes", "cp", "smollm2-135m-cpu-demo", str(tmp_path / "mine.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": str(tmp_path / "mine.yaml")}
     assert cli.run(["recipes", "show", "smollm2-135m-cpu-demo"]) == 0
     shown = capsys.readouterr().out
     assert Recipe.from_yaml(shown) == Recipe.resolve("smollm2-135m-cpu-demo")
