@@ -404,6 +404,7 @@ def _open_hub(part: Part, column: str, hold: HoldOut, heldout: bool) -> TextSour
         raise UserError(
             "Hub data sets need the datasets package", value=part.name, fix="pip install 'linearize[data]'"
         ) from None
+    datasets.disable_progress_bars()  # progress is the console's
     builder = _told(part.name, lambda: datasets.load_dataset_builder(path, config))
     data = _told(part.name, lambda: builder.as_streaming_dataset(split=split))
     if not isinstance(data, datasets.IterableDataset):
