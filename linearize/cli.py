@@ -160,9 +160,9 @@ def convert(model: ModelArg, out: OutArg, recipe: Recipe) -> None:
 @app.command(
     "inspect",
     epilog="Example: linearize inspect HuggingFaceTB/SmolLM2-135M-Instruct --tokens 4k --layers 0-9 --out look. "
-    "The star marks the constant-state mixer with the lowest start error, or one with a smaller state if its error is at "
-    "most 2 % higher; keep ranks the layers by the start error of that mixer. Both are hints from one layer at a time: "
-    "converting with and without a layer and measuring is better.",
+    "The star marks the constant-state mixer with the lowest start error, or one with a smaller state if its error is "
+    "at most 2 % higher; keep ranks the layers by the start error of that mixer. Both are hints from one layer at a "
+    "time: converting with and without a layer and measuring is better.",
 )
 def inspect_model(
     model: Annotated[

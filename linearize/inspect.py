@@ -20,7 +20,7 @@ from linearize import plots
 from linearize.calibrate import Ladder, calibrate_layer
 from linearize.checkpoint import CONFIG, atomic_write_bytes, atomic_write_text, writing
 from linearize.console import Console
-from linearize.data import Rows, bundled_documents, pack_rows, read_documents, split_documents
+from linearize.data import Rows, documents, open_sources, pack_rows, parse_sources
 from linearize.errors import UsageError, UserError
 from linearize.families import STUDENT_PREFIX
 from linearize.mixers import MIXERS, HeadShape, MixedAttention, Sample, Segments, build_mixer
@@ -334,19 +334,18 @@ def _layers(spec: str | None, count: int) -> list[int]:
 def _rows(teacher: Teacher, recipe: Recipe) -> Rows:
     """Rows of single documents where the text has enough of them, else packed ones; three at least."""
     source, options = recipe.data.source, recipe.calibrate
-    if source == "self":
+    if any(part.kind == "self" for part in parse_sources(source)):
         raise UsageError(
             "inspect holds one block at a time, and sampling text takes the whole model",
-            value="--data self",
+            value=source,
             fix="give text, or leave --data out for the bundled text",
         )
-    documents = bundled_documents("train") if source == "bundled" else split_documents(read_documents(source))[0]
-    rows = None
+    sources, rows = open_sources(source), None
     for long_only in (True, False):
         if rows is None or rows.shortfall:
             try:
                 rows = pack_rows(
-                    documents,
+                    documents(sources, recipe.run.seed),
                     teacher.tokenizer,
                     options.context,
                     options.tokens,
@@ -499,13 +498,12 @@ def _show(report: dict, console: Console) -> None:
     converted = "converted" in layers[0]
     rank = {layer: place for place, layer in enumerate(report["keep_first"], 1)}
     console.table(
-        "error of the attention output with each mixer as it starts, held-out tokens",
-        ("layer", *kinds, "suggested", "keep", *(("aligned",) if converted else ())),
+        "error of the attention output with each mixer as it starts, held-out tokens; * suggested",
+        ("layer", *kinds, "keep", *(("aligned",) if converted else ())),
         [
             (
                 at["layer"],
-                *(_number(at["start"][kind]) for kind in kinds),
-                at["suggested"],
+                *(_number(at["start"][kind], kind == at["suggested"]) for kind in kinds),
                 rank.get(at["layer"]),
                 *((_number((at["converted"] or {}).get("aligned")),) if converted else ()),
             )
@@ -516,7 +514,7 @@ def _show(report: dict, console: Console) -> None:
         "entropy in nats; sink: weight on the document's first token; distance in tokens; lambda_q, R2: how well a "
         "multiple of the query stands for the mean key attended to (held out)"
     )
-    console.line(f"suggested: {report['rule']}")
+    console.line(f"*: {report['rule']}")
     few = report["keep_first"][: max(1, round(len(layers) / 4))]
     if few:
         console.line(
@@ -526,11 +524,11 @@ def _show(report: dict, console: Console) -> None:
     console.result(report)
 
 
-def _number(value: float | None) -> str | None:
-    """Three decimals in a width of their own, so that columns line up; far beyond 1, the size alone."""
+def _number(value: float | None, marked: bool = False) -> str | None:
+    """Three decimals, so that columns line up; far beyond 1, the size alone. marked: with a star."""
     if value is None or not math.isfinite(value):
         return None
-    return f"{value:.3f}" if value < 1000 else f"{value:.0e}"
+    return (f"{value:.3f}" if value < 1000 else f"{value:.0e}") + "*" * marked
 
 
 def figures(report: dict) -> dict:

@@ -432,8 +432,8 @@ def _task_table(tasks: dict) -> Table:
     rows = [
         [
             f"{row['task']} ({row['metric']})",
-            card.with_error(row.get("teacher"), row.get("teacher_stderr")),
-            card.with_error(row.get("student"), row.get("student_stderr")),
+            card.with_error(row.get("teacher"), row.get("teacher_stderr"), 3),
+            card.with_error(row.get("student"), row.get("student_stderr"), 3),
             card.kept(row),
             card.percent(row.get("above_chance_percent")),
         ]
@@ -441,7 +441,7 @@ def _task_table(tasks: dict) -> Table:
     ]
     mean = tasks.get("retained")
     if mean and len(mean.get("tasks") or ()) > 1:
-        scores = [card.with_error(mean.get(side), mean.get(f"{side}_stderr")) for side in SIDES]
+        scores = [card.with_error(mean.get(side), mean.get(f"{side}_stderr"), 3) for side in SIDES]
         above = card.percent(mean.get("above_chance_percent"))
         rows.append([f"mean of {len(mean['tasks'])} (accuracy)", *scores, card.kept(mean), above])
     version = (tasks.get("lm_eval") or {}).get("version")

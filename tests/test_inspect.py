@@ -15,7 +15,7 @@ from linearize import cli, plots
 from linearize import inspect as module
 from linearize.console import Console
 from linearize.convert import convert
-from linearize.data import bundled_documents, pack_rows
+from linearize.data import documents, open_sources, pack_rows
 from linearize.errors import UsageError, UserError
 from linearize.inspect import MARGIN, Attention, add_attention, final_error, inspect, suggest
 from linearize.observe import Observed
@@ -77,7 +77,7 @@ def relative(wrong, right, dims=None) -> torch.Tensor:
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma2"])
 def both(request, teacher_folder):
     """(name, the report's layers, the same layers of the whole model)."""
-    rows = pack_rows(bundled_documents("train"), tiny_tokenizer(), CONTEXT, TOKENS, long_only=True)
+    rows = pack_rows(documents(open_sources("bundled")), tiny_tokenizer(), CONTEXT, TOKENS, long_only=True)
     report = look(teacher_folder(request.param), layers="1-2", mixers="gdn-standard")
     assert [at["layer"] for at in report["layers"]] == [1, 2]
     assert (report["tokens"], report["context"]) == (TOKENS, CONTEXT)
@@ -264,7 +264,7 @@ def test_tables_fit_a_hundred_columns(capsys):
     module._show(report | {"layers": [layer], "keep_first": [99]}, Console(quiet=True))
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
-    assert "1e+16" in out and "1234.5" in out and "-0.125" in out
+    assert "1e+16*" in out and "0.500 " in out and "1234.5" in out and "-0.125" in out
 
 
 def test_a_converted_folder_shows_its_teacher_and_what_came_of_it(teacher_folder, tmp_path):

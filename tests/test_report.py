@@ -166,7 +166,7 @@ def test_every_figure_and_table_is_there(full):
         "Model-1B, linearized", "layers 0-1, 3",
         "75.0 % of the teacher's score mean accuracy of 1 task", "× 1.25 perplexity 25.00 against 20.00",
         "34.2 % of the cache at 1k tokens", "0.25 recall at 512 tokens teacher 0.75", "1 min 15 s to convert on cpu",
-        "arc_easy (acc) 0.8000 ± 0.0100 0.6000 ± 0.0200 75.0 %", "wiki (perplexity) 17.00 ± 0.50 34.00 ± 1.25 × 2.000",
+        "arc_easy (acc) 0.800 ± 0.010 0.600 ± 0.020 75.0 %", "wiki (perplexity) 17.00 ± 0.50 34.00 ± 1.25 × 2.000",
         "word perplexity 60.00 90.00 × 1.500", "loses 0.2500 nats a token more", "128 1.00 ± 0.00 0.50 ± 0.06",
         "repeated 4-grams 0.25 ± 0.12 0.50 ± 0.12 0.00 ± 0.00", "token by token: largest error 1.0e-05 1.0e-05",
         "8192 × 1 teacher out of memory", "1024 × 1 student 900 20 20.00 2 MB",
@@ -285,7 +285,7 @@ def test_measured_alone_and_limited(tmp_path, monkeypatch):
     report(path, Console(quiet=True))
     page = Page((path / "report.html").read_text())
     assert "Only the first 5 documents of each task were asked: a test, not a result." in page.text
-    assert "piqa (acc) – 0.5000 ± 0.1000 –" in page.text and "64 – 0.50 ± 0.10" in page.text
+    assert "piqa (acc) – 0.500 ± 0.100 –" in page.text and "64 – 0.50 ± 0.10" in page.text
 
 
 def test_distillation_shows_what_it_changed(tmp_path, sketched):
