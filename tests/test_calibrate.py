@@ -11,9 +11,9 @@ from conftest import generator, teacher_model
 from torch import Tensor, nn
 
 from linearize.calibrate import OUTPUT_RIDGE, calibrate_layer, refit_output
-from linearize.mixers import GDN, HeadShape, Sample, Segments, StandardGDN, build_mixer
+from linearize.mixers import GDN, MIXERS, HeadShape, Mixer, Sample, Segments, StandardGDN, build_mixer
 from linearize.mixers.expansion import forget_logit
-from linearize.mixers.fit import DECAYS, RIDGE, Moments
+from linearize.mixers.fit import DECAYS, RIDGE, Moments, key_readout
 from linearize.mixers.gdn import ERASES
 from linearize.observe import observe
 
@@ -293,6 +293,120 @@ def test_options_change_the_size_of_the_fit(options):
     at, layer = sample(0), fresh(**options)
     ladder = start(layer, [at, at])
     assert head_error(layer.mixer, at) == pytest.approx(ladder.full, rel=1e-4)
+
+
+# Every mixer that starts itself
+
+
+# Of the teacher's q, k and v, which are all that these samples hold together.
+STARTED = [kind for kind, cls in MIXERS.items() if cls.start is not Mixer.start and not cls.own_projections]
+
+
+def layer_of(kind: str, **options) -> SimpleNamespace:
+    return SimpleNamespace(mixer=MIXERS[kind](SHAPE, **options), attn=fresh().attn)
+
+
+def structured(seed: int) -> Sample:
+    """Heads that look for what came before like tokens: keys and values are functions of a few recurring tokens."""
+    at = sample(seed)
+    token = torch.randint(6, at.q.shape[:2], generator=generator(seed))
+    at.k = at.k * 0.3 + 2 * normal(6, 2, 8, seed=1010)[token]
+    at.v = at.v * 0.3 + normal(6, 2, 8, seed=1011)[token]
+    at.q = at.q * 0.5 + expand(2 * normal(6, 2, 8, seed=1010)[token])
+    weights = causal(SCALE * torch.einsum("bthk,bshk->bhts", at.q, expand(at.k)))
+    at.heads = torch.einsum("bhts,bshv->bthv", weights, expand(at.v))
+    return at
+
+
+@pytest.mark.parametrize("kind", STARTED)
+@pytest.mark.parametrize("make", [sample, structured])
+def test_start_beats_the_mean_and_a_readout_without_memory(kind, make):
+    """On held-out tokens; and what is reported is what the mixer does."""
+    fit, held, fresh_batch = make(0), make(100), make(300)
+    layer = layer_of(kind)
+    ladder = calibrate_layer(layer, [fit, held], SCALE, 2)
+    assert list(ladder.heads)[0] == "mean" and list(ladder.heads)[-1] == "full"
+    full = ladder.pooled["full"]
+    assert full < 0.95 * ladder.pooled["mean"] and full < 1
+    assert head_error(layer.mixer, held) <= full * 1.001  # fitted on both batches
+    assert head_error(layer.mixer, fresh_batch) < 0.97 * head_error(MIXERS[kind](SHAPE), fresh_batch)
+
+
+@pytest.mark.parametrize("kind", STARTED)
+def test_the_last_rung_is_the_mixer(kind):
+    at, layer = sample(0), layer_of(kind, time_scales=1)
+    ladder = calibrate_layer(layer, [at, at], SCALE, 2)
+    got = heads_of(layer.mixer, at)
+    errors = [relative(got[:, :, h], at.heads[:, :, h]) for h in range(4)]
+    assert ladder.heads["full"] == pytest.approx(errors, rel=2e-3)
+    assert all(len(rung) == 4 for rung in ladder.heads.values())
+
+
+@pytest.mark.parametrize("kind", STARTED)
+def test_data_dependent_gates_start_without_effect(kind):
+    at, layer = sample(0), layer_of(kind)
+    calibrate_layer(layer, [at, sample(100)], SCALE, 2)
+    want = heads_of(layer.mixer, at)
+    at.x = -7 * at.x
+    assert torch.equal(heads_of(layer.mixer, at), want)
+    assert all(p.isfinite().all() for p in layer.mixer.parameters())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STARTED if kind != "gdn"])
+def test_any_start_of_packed_and_padded_samples_is_that_of_separate_ones(kind):
+    batches = [sample(0), sample(100)]
+    want, joint, edged = layer_of(kind), layer_of(kind), layer_of(kind)
+    ladder = calibrate_layer(want, batches, SCALE, 2).pooled
+    for layer, change in ((joint, joined), (edged, padded)):
+        again = calibrate_layer(layer, [change(at) for at in batches], SCALE, 2).pooled
+        assert again == pytest.approx(ladder, rel=1e-3), change
+        assert relative(heads_of(layer.mixer, batches[1]), heads_of(want.mixer, batches[1])) < 1e-2, change
+
+
+def test_limits_of_mesanet_are_rungs_of_vala():
+    """Lambda without bound is VaLA, rung for rung where nothing is chosen."""
+    batches = [sample(0), sample(100)]
+    mesa, vala = (calibrate_layer(layer_of(kind), batches, SCALE, 2).heads for kind in ("mesanet", "vala"))
+    assert mesa["vala"] == pytest.approx(vala["vala"], rel=1e-4)
+
+
+# lambda_q
+
+
+def test_key_readout_is_measured_on_one_half_and_judged_on_the_other():
+    fit, held = sample(0), sample(100)
+    got = key_readout([fit, held], SCALE)
+    attended = {}
+    for name, at in (("fit", fit), ("held", held)):
+        weights = causal(SCALE * torch.einsum("bthk,bshk->bhts", at.q, expand(at.k)))
+        attended[name] = torch.einsum("bhts,bshk->bthk", weights, expand(at.k))
+    for h in range(4):
+        q, keys = fit.q[:, :, h].flatten(0, 1), attended["fit"][:, :, h].flatten(0, 1)
+        coefficient = float((q * keys).sum() / q.square().sum())
+        assert float(got.coefficient[h]) == pytest.approx(coefficient, rel=1e-4)
+        q, keys = held.q[:, :, h].flatten(0, 1), attended["held"][:, :, h].flatten(0, 1)
+        r2 = 1 - (keys - coefficient * q).square().sum() / keys.square().sum()
+        assert float(got.r2[h]) == pytest.approx(float(r2), rel=1e-3, abs=1e-4)
+
+
+def test_key_readout_of_packed_and_padded_samples():
+    batches = [sample(0), sample(100)]
+    want = key_readout(batches, SCALE)
+    for change in (joined, padded):
+        got = key_readout([change(at) for at in batches], SCALE)
+        torch.testing.assert_close(got.coefficient, want.coefficient, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(got.r2, want.r2, atol=1e-4, rtol=1e-4)
+
+
+def test_a_key_attention_that_is_a_multiple_of_the_query_has_r2_of_one():
+    """Each token sees itself alone, and keys are half the queries."""
+    at = sample(0)
+    at.q = 40 * F.normalize(normal(2, LENGTH, 4, 8, seed=9), dim=-1)
+    at.q[:, :, 1::2] = at.q[:, :, ::2]
+    at.k = 0.5 * at.q[:, :, ::2]
+    got = key_readout([at, at], SCALE)
+    torch.testing.assert_close(got.coefficient, torch.full((4,), 0.5, dtype=torch.float64), atol=5e-3, rtol=0)
+    assert (got.r2 > 0.99).all()
 
 
 # Output projection
