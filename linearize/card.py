@@ -67,6 +67,8 @@ def model_card(
         lines += [*part, ""] if part else []
     if "tasks" not in evaluation:
         lines += [f"Benchmarks: not measured yet; `linearize eval {folder} --tasks piqa,arc_easy` measures them.", ""]
+    if rows := selection_rows(record):
+        lines += [*table(SELECTION, rows), "", "KL in nats a token, of the calibrated and shortly aligned student.", ""]
     lines += table(
         ("cache of one sequence", "teacher", "student"),
         [(f"{c['tokens']} tokens", format_bytes(c["teacher"]), format_bytes(c["student"])) for c in record["cache"]],
@@ -134,6 +136,36 @@ def kept(row: Mapping[str, Any]) -> str:
 
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f} %"
+
+
+def selection_rows(record: dict) -> list[tuple[str, ...]]:
+    """What choosing the layers by measurement found: (choice, layers, KL of text, of answers, both), or nothing."""
+    found = record.get("selection")
+    if not found:
+        return []
+    choices = [
+        ("chosen", found["kept"], found["damage"]),
+        ("evenly spaced", found["uniform"]["kept"], found["uniform"]["damage"]),
+        ("none", [], found["none"]),
+    ]
+    return [
+        (name, ranges(layers) or "–", *(f"{damage[part]:.4f}" for part in ("text", "answers", "score")))
+        for name, layers, damage in choices
+    ]
+
+
+SELECTION = ("softmax kept in", "layers", "KL of text", "of answers", "score")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs drawn together: 0-3, 5, 7-8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in parts)
 
 
 def limit_of(tasks: dict) -> int | None:

@@ -162,7 +162,7 @@ def convert(model: ModelArg, out: OutArg, recipe: Recipe) -> None:
     epilog="Example: linearize inspect HuggingFaceTB/SmolLM2-135M-Instruct --tokens 4k --layers 0-9 --out look. "
     "The star marks the constant-state mixer with the lowest start error, or one with a smaller state if its error is "
     "at most 2 % higher; keep ranks the layers by the start error of that mixer. Both are hints from one layer at a "
-    "time: converting with and without a layer and measuring is better.",
+    "time: convert --keep-softmax auto:N measures instead.",
 )
 def inspect_model(
     model: Annotated[
@@ -557,7 +557,9 @@ def run(argv: Sequence[str]) -> int:
         if told is not error:
             told.__cause__ = error
         verbose = any(re.fullmatch(r"--verbose|-[qv]*v[qv]*", word) for word in argv)
-        Console(verbose=verbose).error(told)
+        # What a user can mend; when one process ends, the others fail by losing it.
+        mendable = told is error and not isinstance(error, UsageError)
+        Console(verbose=verbose).error(told, everywhere=mendable)
         return told.exit_code
 
 

@@ -519,7 +519,7 @@ def _show(report: dict, console: Console) -> None:
     if few:
         console.line(
             f"keep: softmax would stay first in {', '.join(map(str, few))}, where even the suggested mixer starts "
-            "worst. A hint from one layer at a time: converting with and without a layer and measuring is better"
+            "worst. A hint from one layer at a time: convert --keep-softmax auto:N measures instead"
         )
     console.result(report)
 

@@ -304,19 +304,8 @@ def _summary(record: dict) -> str:
     kinds = " and ".join(sorted({spec["kind"] for spec in mixers.values()}))
     return (
         f"{len(mixers)} softmax attention layers of {card.public_name(record['teacher'])} became {kinds} mixers: "
-        f"layers {ranges([int(i) for i in mixers])}."
+        f"layers {card.ranges([int(i) for i in mixers])}."
     )
-
-
-def ranges(numbers: list[int]) -> str:
-    """Ascending numbers with runs drawn together: 0-3, 5, 7-8."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in parts)
 
 
 def headlines(found: Folder) -> list[tuple[str, str, str]]:
@@ -401,6 +390,9 @@ def tables(found: Folder) -> dict[str, Table]:
             for c in record["cache"]
         ]
         made["cache"] = Table(["cache, context (tokens)", *SIDES, "ratio"], rows)
+    if rows := card.selection_rows(record):
+        note = "nats a token, of the calibrated and shortly aligned student, before the training that followed"
+        made["selection"] = Table(list(card.SELECTION), [list(row) for row in rows], note)
     made["layers"] = _layer_table(record)
     return made
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import yaml
 
-from linearize.card import MARK, kept, licence_of, model_card, short_name, task_rows, with_error
+from linearize.card import MARK, kept, licence_of, model_card, ranges, short_name, task_rows, with_error
 
 RECORD = {
     "teacher": {"source": "Org/Model-1B", "revision": "abcdef0123456789", "model_type": "llama"},
@@ -29,6 +29,13 @@ TASKS = {
     "lm_eval": {"version": "0.4.13"},
     "tasks": {"arc_easy": {"acc": ACC, "acc_norm": PPL}, "wiki": {"perplexity": PPL}},
     "retained": {**ACC, "tasks": {"arc_easy": "acc"}},
+}
+
+SELECTION = {
+    "kept": [0, 1, 3],
+    "damage": {"text": 0.1, "answers": 0.2, "score": 0.3},
+    "none": {"text": 1.0, "answers": 2.0, "score": 3.0},
+    "uniform": {"kept": [1], "damage": {"text": 0.2, "answers": 0.3, "score": 0.5}},
 }
 
 
@@ -115,6 +122,17 @@ def test_mean_of_several_tasks():
     tasks = TASKS | {"retained": {**ACC, "tasks": {"arc_easy": "acc", "piqa": "acc"}}}
     card = model_card(RECORD, {"tasks": tasks})
     assert "| mean of 2 | accuracy | 0.8000 ± 0.0100 | 0.6000 ± 0.0200 | 75.0 % |" in card
+
+
+def test_measured_choice_of_layers_has_the_even_one_beside_it():
+    card = model_card(RECORD | {"selection": SELECTION})
+    assert "| chosen | 0-1, 3 | 0.1000 | 0.2000 | 0.3000 |" in card
+    assert "| evenly spaced | 1 | 0.2000 | 0.3000 | 0.5000 |" in card
+    assert "evenly spaced" not in model_card(RECORD | {"selection": None})
+
+
+def test_ranges():
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == "" and ranges([4]) == "4"
 
 
 def test_hostile_names_stay_text():

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from conftest import teacher_model  # noqa: F401  sets up the offline environment
-from test_card import ACC, PPL, RECORD, TASKS
+from test_card import ACC, PPL, RECORD, SELECTION, TASKS
 
 from linearize import cli, plots
 from linearize.card import MARK, model_card
 from linearize.console import Console
 from linearize.errors import UserError
-from linearize.report import ranges, read_folder, report
+from linearize.report import read_folder, report
 
 LAYERS = [
     {
@@ -288,17 +288,19 @@ def test_measured_alone_and_limited(tmp_path, monkeypatch):
     assert "piqa (acc) – 0.500 ± 0.100 –" in page.text and "64 – 0.50 ± 0.10" in page.text
 
 
-def test_distillation_shows_what_it_changed(tmp_path, sketched):
+def test_distillation_and_selection_show_what_they_changed(tmp_path, sketched):
     heldout = RECORD["heldout"]
     after = heldout | {"student_perplexity": 21.0, "retained_percent": 95.25, "kl": 0.125, "top1_agreement": 0.75}
     distilled = {"tokens": 40_000_000, "seconds": 600.0}
-    path = folder(tmp_path / "out", FULL | {"aligned": heldout, "heldout": after, "distill": distilled})
+    more = {"aligned": heldout, "heldout": after, "distill": distilled, "selection": SELECTION}
+    path = folder(tmp_path / "out", FULL | more)
     report(path, Console(quiet=True))
     page = Page((path / "report.html").read_text())
     for shown in (
         "perplexity before distillation 20.00 25.00 80.0 % perplexity after it 20.00 21.00 95.2 %",
         "KL (nats per token) – 0.125 – same likeliest token – 75.0 % –",
         "distillation 40M tokens, 10 min 00 s",
+        "chosen 0-1, 3 0.1000 0.2000 0.3000 evenly spaced 1 0.2000 0.3000 0.5000 none – 1.0000 2.0000 3.0000",
     ):
         assert shown in page.text, shown
 
@@ -336,10 +338,6 @@ def test_a_metrics_line_cut_short_by_a_kill(tmp_path):
     with open(path / "metrics.jsonl", "a") as file:
         file.write('{"stage": "dist')
     assert read_folder(path).metrics == METRICS
-
-
-def test_ranges():
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == "" and ranges([4]) == "4"
 
 
 assert PPL["ratio"] == 2.0  # what "× 2.000" above means
