@@ -34,6 +34,7 @@ from linearize.errors import UsageError, UserError
 from linearize.families import STUDENT_PREFIX, family_of
 from linearize.mixers import HeadShape
 from linearize.mixers.gdn_native import KERNEL, NativeGDN
+from linearize.models import hushed
 from linearize.student import CONFIGS, MODELS, mixer_specs
 from linearize.teacher import Teacher, open_teacher
 
@@ -128,10 +129,16 @@ class Source:
         """Padding dimensions of every softmax head."""
         return 0 if self.config.model_type.endswith("qwen3") else PAD
 
+    @property
+    def output_biases(self) -> bool:
+        """Whether softmax layers have biases on their output projections, which vLLM does not read."""
+        return any(name.endswith("self_attn.o_proj.bias") for name in self.model.tensors.names())
+
     def load(self, dtype: torch.dtype) -> PreTrainedModel:
         """The source itself through transformers, in evaluation mode."""
-        cls = MODELS[self.config.model_type] if self.mixers else self.model.family.causal_lm_class()
-        return cls.from_pretrained(self.model.folder, dtype=dtype).eval()
+        cls = MODELS.get(self.config.model_type) or self.model.family.causal_lm_class()
+        with hushed():
+            return cls.from_pretrained(self.model.folder, dtype=dtype, local_files_only=True).eval()
 
 
 def open_source(model: str, say: Callable[[str], None]) -> Source:
@@ -405,6 +412,7 @@ def export(
         "dtype": str(chosen).removeprefix("torch."),
         "layers": config.layer_types,
         "head_padding": source.pad,
+        "output_biases": source.output_biases,
         "bytes": sum(planned.values()),
     }
     with RunState(out, {"export": record}, needed=record["bytes"], say=console.line) as run:
@@ -476,6 +484,8 @@ def card(record: dict, config: Qwen3_5TextConfig) -> str:
             "softmax layers, so that the norm of the target changes nothing but about 1e-4 of the attention logits.",
             "SGLang has no biases in this architecture and cannot load it.",
         ]
+    if record["output_biases"]:
+        lines += ["", "Its output projections have biases. vLLM, which has none there, skips them and is then wrong."]
     lines += ["", "The licence of the source applies to these weights.", ""]
     return "\n".join(lines)
 
@@ -578,7 +588,8 @@ def _text(source: Source) -> Tensor:
     """Held-out text as the source's tokens [ROWS, LENGTH], shorter for a model of shorter context."""
     length = min(LENGTH, source.config.max_position_embeddings)
     text = "\n\n".join(bundled_documents("heldout"))[: 8 * ROWS * length]  # a token is mostly shorter than that
-    ids = source.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    with hushed():  # the text is longer than a context, and cut below
+        ids = source.model.tokenizer(text, add_special_tokens=False)["input_ids"]
     return torch.tensor(ids).repeat(ROWS * length)[: ROWS * length].view(ROWS, length)
 
 

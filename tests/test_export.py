@@ -1,6 +1,5 @@
 """The native form of a model gives the model's logits, to rounding; what has none is refused before writing."""
 
-import copy
 import json
 import re
 import runpy
@@ -23,27 +22,28 @@ from linearize.families import FAMILIES
 NATIVE = {"kind": "gdn-native"}
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")
 
-# name: (family, fields beyond SIZES, mixers)
+# name: (family, fields beyond SIZES, mixers; None for a teacher)
 SOURCES = {
-    "qwen3": ("qwen3", {"rope_parameters": TEACHERS["qwen3"][1]["rope_parameters"]}, {}),
-    "qwen3-biased-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}, {}),
+    "qwen3": ("qwen3", {"rope_parameters": TEACHERS["qwen3"][1]["rope_parameters"]}, None),
+    "qwen3-biased-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}, None),
     "qwen3-hybrid": ("qwen3", {"rms_norm_eps": 1e-5}, {0: NATIVE, 1: NATIVE, 3: NATIVE}),
-    "llama": (*TEACHERS["llama"], {}),
-    "llama-tied": (*TEACHERS["llama-tied"], {}),
+    "qwen3-nothing-converted": ("qwen3", {}, {}),
+    "llama": (*TEACHERS["llama"], None),
+    "llama-tied": (*TEACHERS["llama-tied"], None),
     "llama-hybrid": ("llama", {}, {1: NATIVE, 2: NATIVE}),
-    "mistral": ("mistral", {"sliding_window": None}, {}),
-    "qwen2": ("qwen2", {}, {}),
+    "mistral": ("mistral", {"sliding_window": None}, None),
+    "qwen2": ("qwen2", {}, None),
     "qwen2-hybrid": ("qwen2", {}, {0: NATIVE}),
     "smollm3-hybrid": ("smollm3", {"no_rope_layer_interval": 2}, {1: NATIVE, 3: NATIVE}),
 }
 
 
-def build(family: str, fields: dict, mixers: dict):
+def build(family: str, fields: dict, mixers: dict | None):
     config = FAMILIES[family].config_class()(**SIZES | fields)
     torch.manual_seed(0)
     model = FAMILIES[family].causal_lm_class()(config).eval()
     randomise(model, 0)
-    return make_student(model, mixers) if mixers else model
+    return model if mixers is None else make_student(model, mixers)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,14 @@ def test_a_model_without_padding_says_so(source, tmp_path):
     run(folder, tmp_path / "out", allow_head_padding=False)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["partial_rotary_factor"] == 1.0 and "qkv_bias" not in config and config["head_dim"] == 32
-    assert "QK-norm" not in (tmp_path / "out" / "README.md").read_text()
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "QK-norm" not in readme and "vLLM" not in readme
+
+
+def test_output_biases_are_named(source, tmp_path):
+    """vLLM reads none there, and would load such a model without a word."""
+    run(source("llama")[0], tmp_path / "out")
+    assert "vLLM, which has none there" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_stopped_export_is_done_again(source, tmp_path, monkeypatch):
@@ -363,7 +370,7 @@ def test_head_padding_must_be_asked_for():
             assert "--allow-head-padding" in found and "KV cache larger by 8 in 32" in found
 
 
-@pytest.mark.parametrize("mixers", [{1: {"kind": "gdn"}}, {}], ids=["kind", "padding"])
+@pytest.mark.parametrize("mixers", [{1: {"kind": "gdn"}}, None], ids=["kind", "padding"])
 def test_refused_before_a_byte_is_written(mixers, tmp_path, capsys):
     build("llama", {}, mixers).save_pretrained(tmp_path / "source")
     argv = ["export", str(tmp_path / "source"), str(tmp_path / "out"), *(["--allow-head-padding"] if mixers else [])]
@@ -375,7 +382,7 @@ def test_refused_before_a_byte_is_written(mixers, tmp_path, capsys):
 
 
 def test_large_key_biases_are_refused(tmp_path):
-    model = copy.deepcopy(build("qwen2", {}, {}))
+    model = build("qwen2", {}, None)
     with torch.no_grad():
         model.model.layers[3].self_attn.k_proj.bias[5] = 400.0
     model.save_pretrained(tmp_path / "source")
