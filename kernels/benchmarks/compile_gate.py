@@ -30,13 +30,13 @@ def describe(
 ):
     """(signature, constexprs, attributes) of a launch: tensors of `dtype` unless named in `fp32` or `absent`.
 
-    Arguments are told apart by the naming rule of the kernels: pointers are those before `T`; `*_batch`, `*_token` and
-    `*_head` are strides, divisible by 16 for rows and 1 for the heads named in `ones`.
+    Arguments are told apart by the naming rule of the kernels: pointers are those before `T` or `H`; `*_batch`,
+    `*_token` and `*_head` are strides, divisible by 16 for rows and 1 for the heads named in `ones`.
     """
     signature, constexprs, attributes = {}, {}, {}
     pointer = True
     for i, name in enumerate(fn.arg_names):
-        pointer = pointer and name != "T"
+        pointer = pointer and name not in ("T", "H")
         if name in constants:
             signature[name], constexprs[(i,)] = "constexpr", constants[name]
         elif name in absent:
@@ -44,10 +44,10 @@ def describe(
         elif name in ones:
             signature[name], constexprs[(i,)] = "constexpr", 1
         elif pointer:
-            tables = ("table", "offsets", "cu_seqlens", "firsts", "seen")
+            tables = ("table", "offsets", "cu_seqlens", "firsts", "seen", "bases")
             signature[name] = "*i32" if name in tables else "*fp32" if name in fp32 else POINTER[dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
-        elif name == "scale":
+        elif name in ("scale", "tol"):
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
@@ -76,7 +76,9 @@ def entries(quick: bool) -> Iterator[tuple]:
         pointers = tuple(fn.arg_names[: fn.arg_names.index("T")])
         warps = 1 if "carry" in kernel else 4
         yield f"log norm {kernel}", fn, "fp32", constants, pointers, packed, ("w_head", "f_head"), warps, 1
+    yield from scalar_entries()
     for dtype in dtypes:
+        yield from step_entries(dtype, shapes)
         for K, V in shapes:
             BK = max(32, triton.next_power_of_2(K))
             for erase in (True,) if quick else (True, False):
@@ -116,6 +118,7 @@ def entries(quick: bool) -> Iterator[tuple]:
                 constants = {**shared, "K": K, "V": V, "BK": BK, "KT": KT, "BV": BV}
                 floats = ("scalars", "d_scalars")
                 yield f"grads {label}", grads.grads_kernel, dtype, constants, floats, packed, (), warps, stages
+        yield from mesa_entries(dtype, shapes)
         for D in sorted({dim for shape in shapes for dim in shape}):
             wide = {"D": D, "BD": stats.dim_tile(D, 128), "C": 64, "VARLEN": False, "ACC": tl.float32}
             logs = ("log_write", "log_forget", "log_z", "entering", "rho2", "d_rho2", "d_logs", "leaving", "local")
@@ -143,6 +146,85 @@ def entries(quick: bool) -> Iterator[tuple]:
                     f"centre grads {label}", centring.centre_grads_kernel, dtype, grads_flags, logs, packed, ones,
                     backward, 1,
                 )  # fmt: skip
+
+
+def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
+    """The part of `entries` that solves MesaNet's systems."""
+    import triton
+    import triton.language as tl
+    from linearize_kernels import ridge
+
+    packed = ("table", "offsets", "cu_seqlens")
+    work = "fp16" if dtype == "bf16" else dtype
+    floats = ("gates", "sizes", "bounds", "ridge", "final", "initial", "solution", "residual", "log_decay", "gain")
+    ones = ("decay_head", "gain_head")
+    for K, V in shapes:
+        if K > ridge.MAX_KEY_DIM or dtype == "fp32":
+            continue
+        BK, label = max(32, triton.next_power_of_2(K)), f"{dtype} K={K} V={V}"
+        shared = {"K": K, "BK": BK, "C": 64, "VARLEN": False, "ACC": tl.float32}
+        product = shared | {"PRECISION": "ieee", "SPLIT": True}
+        constants = {**shared, "V": V, "BV": triton.next_power_of_2(V), "DECAY": True}
+        yield f"mesa sizes {label}", ridge.sizes_kernel, work, constants, floats, packed, ones, 4, 1
+        tile, warps, stages = ridge.STATE[BK]
+        for D in sorted({K, V}):
+            W = BK if D == K else ridge.value_width(D, ridge.solve_launch(BK, D)[2])
+            constants = {**product, "D": D, "W": W, "BD": min(tile, W), "INITIAL": True, "FINAL": True}
+            name = f"mesa state {label} D={D}"
+            yield name, ridge.state_kernel, work, constants, floats, packed, ("s_value",), warps, stages
+        inverse = {name: product[name] for name in ("K", "BK", "SPLIT", "ACC")}
+        yield f"mesa invert {label}", ridge.invert_kernel, work, inverse, floats, (), (), ridge.INVERT[BK], 1
+        columns, *tiles, warps = ridge.solve_launch(BK, V)
+        W = ridge.value_width(V, tiles[1])
+        for backward in (False, True):
+            constants = {**product, "V": V, "W": W, "BV": min(tiles[backward], W), "BT": columns}
+            constants |= {"BACKWARD": backward, "ADD": not backward}
+            absent = (*packed, "q", "add_to") if backward else (*packed, "do")
+            name = f"mesa solve {'backward ' * backward}{label}"
+            yield name, ridge.solve_kernel, work, constants, floats, absent, (), warps, 1
+
+
+def scalar_entries() -> Iterator[tuple]:
+    """The scalar chain of the centred mixers."""
+    import triton.language as tl
+    from linearize_kernels import gates
+
+    packed = ("table", "offsets", "cu_seqlens")
+    for name, fn in (("gates", gates.gates_kernel), ("gates grads", gates.gates_grads_kernel)):
+        for erase in (True, False):
+            constants = {"C": 64, "BH": 16, "ERASE": erase, "INITIAL": True, "VARLEN": False, "ACC": tl.float32}
+            pointers = tuple(fn.arg_names[: fn.arg_names.index("T")])
+            ones = ("w_head", "f_head", "e_head", "r_head")
+            yield f"{name}{'' if erase else ' linear'}", fn, "fp32", constants, pointers, packed, ones, 4, 1
+
+
+def step_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
+    """The decode kernels, one token."""
+    import triton
+    import triton.language as tl
+    from linearize_kernels import decode, ridge
+
+    floats = ("log_decay", "beta", "gain", "state", "log_write", "log_forget", "log_exponent", "log_erase", "balance")
+    floats += ("read_mean", "scale_write", "scale_forget", "read_scales", "key_mean", "value_mean", "log_z")
+    floats += ("scale_mean", "scale_log_z", "ridge", "Hkv", "Hkk", "M")
+    ones = ("decay_head", "beta_head", "gain_head", "w_head", "f_head", "e_head", "r_head", "y_head", "z_head", "s_key")
+    for K, V in shapes:
+        BK, label = max(32, triton.next_power_of_2(K)), f"{dtype} K={K} V={V}"
+        shared = {"T": 1, "K": K, "V": V, "BK": BK, "ADD": True, "ACC": tl.float32}
+        tile, warps = decode.DECODE[BK]
+        constants = {**shared, "BV": tile, "ERASE": True, "DECAY": True}
+        yield f"step {label}", decode.decode_kernel, dtype, constants, floats, (), ones, warps, 3
+        tile, warps = decode.CENTRED[BK]
+        constants = {**shared, "BV": min(tile, triton.next_power_of_2(V)), "SCALES": 3, "ERASE": True, "MEAN": True}
+        yield f"step centred {label}", decode.centred_step_kernel, dtype, constants, floats, (), ones, warps, 3
+        if K > ridge.MAX_KEY_DIM:
+            continue
+        tile, warps = decode.MESA[BK]
+        for cached in (True, False):
+            constants = {**shared, "BV": tile, "DECAY": True, "CACHED": cached}
+            name = f"step mesa {'' if cached else 'direct '}{label}"
+            mesa_ones = (*(x for x in ones if x != "s_key"), "s_value")
+            yield name, decode.mesa_step_kernel, dtype, constants, floats, (), mesa_ones, warps, 3
 
 
 def check(fn, dtype, constants, fp32, absent, ones, warps, stages) -> dict:

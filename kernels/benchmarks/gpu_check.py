@@ -1,9 +1,11 @@
 """Correctness, determinism and speed of the kernels on the GPU at hand.
 
     PYTHONPATH=kernels python kernels/benchmarks/gpu_check.py --out FILE [--skip timing] [--sweep] [--workers 12]
+        [--budget-seconds 900]
 
-    PYTHONPATH=kernels python kernels/benchmarks/gpu_check.py --out FILE [--skip timing] [--sweep]
-cases run in worker processes, which also fill the compile cache. Timing: medians of CUDA-graph replays with a cold L2,
+Stages come in the order of their importance, and so do the cases in each; what the budget does not reach is named in
+FILE. A case that fails or raises is recorded and stops nothing. Correctness cases run in worker processes, which also
+fill the compile cache. Timing: medians of CUDA-graph replays with a cold L2,
 beside flash-linear-attention where it can be imported. Its backward refuses Hopper with this Triton; for timing the
 guard is lifted, and its gradient errors are printed next to its times. `--sweep` times other launch tables. Results go
 to FILE after every stage.
@@ -92,6 +94,8 @@ def correctness(case: dict) -> dict:
 
     if case.get("statistics"):
         return statistics_case(case)
+    if case.get("op"):
+        return operator_case(case)
     dtype = DTYPES[case["dtype"]]
     cu = None if case.get("bounds") is None else torch.tensor(case["bounds"], device=DEVICE, dtype=torch.int32)
     tensors = inputs(
@@ -114,6 +118,89 @@ def correctness(case: dict) -> dict:
     small = {name: float((a.double() - b).abs().max()) <= 1e-6 for name, a, b in zip(names, got, want, strict=True)}
     failed = [name for name, e in errors.items() if not (e <= limits.get(name, rows) or small[name])]
     return {**case, "errors": {name: float(f"{e:.2e}") for name, e in errors.items()}, "failed": failed}
+
+
+def operator_inputs(case: dict) -> dict:
+    """Tensors by name for `centred`, `covariance` and `mesa` cases."""
+    dtype, (K, V), tokens, heads = DTYPES[case["dtype"]], case["dims"], case["tokens"], case["heads"]
+    groups, batch = case.get("groups", (1, 1, 1)), case.get("batch", 1)
+    count = len(case["bounds"]) - 1 if case.get("bounds") else batch
+    make = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=make, device=DEVICE)
+
+    q, k, v = (normal(batch, tokens, heads // g, d) for g, d in zip(groups, (K, K, V), strict=True))
+    gate = [normal(batch, tokens, heads) for _ in range(4)]
+    decay = -torch.nn.functional.softplus(gate[1] - 2) * (20 if case.get("gates") == "strong" else 1)
+    x = {"q": q.to(dtype), "k": ((k + case.get("shift", 1.0)) / math.sqrt(K)).to(dtype), "v": v.to(dtype)}
+    if case["op"] == "mesa":
+        x |= {"log_decay": 0.1 * decay, "gain": torch.rand(gate[0].shape, generator=make, device=DEVICE)}
+        root = normal(count, heads, K, K) / math.sqrt(K)
+        x |= {"ridge": 0.2 + torch.rand(heads, K, generator=make, device=DEVICE)}
+        return x | {
+            "Hkv": normal(count, heads, K, V),
+            "Hkk": root @ root.mT,
+            "add_to": normal(*gate[0].shape, V).to(dtype),
+        }
+    write = 2 * gate[0]
+    write[torch.rand(write.shape, generator=make, device=DEVICE) < 0.1] = -torch.inf
+    x |= {"log_write": write, "log_forget": decay, "log_exponent": 0.5 * gate[2], "log_erase": gate[3]}
+    if case["op"] == "centred":
+        x |= {"log_balance": 0.3 * normal(heads)}
+    x |= {"read_mean": normal(heads), "memory": normal(count, heads, K, V), "key_mean": normal(count, heads, K)}
+    x |= {"value_mean": normal(count, heads, V), "log_z": normal(count, heads)}
+    return x | {"add_to": normal(*gate[0].shape, V).to(dtype)}
+
+
+def run_operator(op: str, x: dict, cu) -> tuple:
+    """(o, states...) through the public API."""
+    import linearize_kernels as ops
+
+    shared = {"output_final_state": True, "cu_seqlens": cu, "add_to": x["add_to"]}
+    if op == "mesa":
+        exact = x["q"].dtype == torch.float64
+        solve = {"max_iter": 300, "tol": 1e-12} if exact else {"max_iter": 100, "tol": 1e-4}
+        gates = x["log_decay"], x["gain"], x["ridge"]
+        o, final, _ = ops.mesa(
+            x["q"], x["k"], x["v"], *gates, initial_state=(x["Hkv"], x["Hkk"]), scale=0.7, **solve, **shared
+        )
+        return o, *final
+    state = tuple(x[n] for n in ("memory", "key_mean", "value_mean", "log_z"))
+    gates = [x[n] for n in ("log_write", "log_forget", "log_exponent", "log_erase", "log_balance") if n in x]
+    call = ops.centred_gated_delta if op == "centred" else ops.centred_linear_attn
+    o, final = call(
+        x["q"], x["k"], x["v"], *gates, read_mean=x["read_mean"], initial_state=state, scale=0.3, **shared
+    )  # fmt: skip
+    return o, *final
+
+
+def operator_case(case: dict) -> dict:
+    """Errors of a centred mixer or of MesaNet, outputs, states and all gradients, as `correctness`."""
+    from tolerances import TOLERANCE, error
+
+    x = operator_inputs(case)
+    cu = None if case.get("bounds") is None else torch.tensor(case["bounds"], device=DEVICE, dtype=torch.int32)
+    sides = []
+    for exact in (False, True):
+        leaves = {n: (t.double() if exact else t).detach().requires_grad_() for n, t in x.items()}
+        outputs = run_operator(case["op"], leaves, cu)
+        make = torch.Generator(DEVICE).manual_seed(1)
+        weights = [torch.randn(t.shape, generator=make, device=DEVICE).to(x["q"].dtype) for t in outputs]
+        if case["op"] == "mesa":
+            weights[2] = weights[2] + weights[2].mT
+        total = sum((t.double() * w.double()).sum() for t, w in zip(outputs, weights, strict=True))
+        slopes = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
+        if "Hkk" in slopes:
+            slopes["Hkk"] = (slopes["Hkk"] + slopes["Hkk"].mT) / 2
+        sides.append([*outputs, *slopes.values()])
+    names = ["o", *(f"state {i}" for i in range(len(sides[0]) - 1 - len(x))), *(f"d {n}" for n in x)]
+    errors = {name: error(a, b) for name, a, b in zip(names, *sides, strict=True)}
+    outputs, rows, scalars = TOLERANCE[LIMIT_NAMES[case["dtype"]]]
+    wide = ("d log", "d gain", "d ridge", "d read")
+    limits = {n: scalars if n.startswith(wide) else rows if n.startswith("d ") else outputs for n in names}
+    failed = [n for n, e in errors.items() if not e <= limits[n]]
+    return {**case, "errors": {n: float(f"{e:.2e}") for n, e in errors.items()}, "failed": failed}
 
 
 STATISTICS = ("lZ", "kd", "vd", "vbar", "rho2", "kbar final", "vbar final", "dk", "dv", "dlog_write", "dlog_forget")
@@ -152,8 +239,41 @@ def statistics_case(case: dict) -> dict:
     return {**case, "errors": {name: float(f"{e:.2e}") for name, e in errors.items()}, "failed": failed}
 
 
+def operator_cases(quick: bool) -> list[dict]:
+    """Centred mixers and MesaNet."""
+    grid = []
+    for op in ("centred", "mesa", "covariance"):
+        for dims in ((128, 128), (64, 64)):
+            grid.append({"op": op, "dtype": "bf16", "dims": dims, "tokens": 500, "heads": 4, "groups": (1, 2, 2)})
+    if quick:
+        return grid
+    packed = [0, 1, 100, 100, 300, 1200]
+    for op in ("centred", "mesa", "covariance"):
+        for dtype in ("bf16", "fp16", "fp32"):
+            base = {"op": op, "dtype": dtype, "dims": (128, 128), "heads": 2}
+            grid.append({**base, "tokens": 1200, "bounds": packed})
+            grid += [{**base, "tokens": tokens} for tokens in (1, 63, 64, 65, 1024)]
+            grid.append({**base, "tokens": 300, "gates": "strong"})
+            grid.append({**base, "tokens": 300, "shift": 20.0} if op != "mesa" else {**base, "tokens": 4096})
+        for dims in ((32, 32), (96, 96), (64, 128), (128, 64), (50, 100), (256, 256)):
+            grid.append({"op": op, "dtype": "bf16", "dims": dims, "tokens": 300, "heads": 2})
+    return grid
+
+
 def cases(quick: bool = False) -> list[dict]:
-    """The correctness grid; `quick`: one case for each kernel variant that training uses."""
+    """The correctness grid, the most important first; `quick`: one case for each kernel variant that training uses."""
+    if not quick:
+        first = cases(quick=True)
+        return first + [case for case in all_cases() if case not in first]
+    return [*operator_cases(True), *delta_cases(True)]
+
+
+def all_cases() -> list[dict]:
+    return [*operator_cases(False), *delta_cases(False)]
+
+
+def delta_cases(quick: bool) -> list[dict]:
+    """The delta rule, linear attention and the running statistics alone."""
     grid = []
     for dtype in ("bf16",) if quick else DTYPES:
         for dims in ((64, 64), (128, 128)) if quick else ((64, 64), (128, 128), (32, 256), (96, 50)):
@@ -205,6 +325,59 @@ def check_decode() -> dict:
             o, same = gated_delta_step(q, k, v, log_decay, beta, gain=gain, scale=0.3, state=state, add_to=add_to)
             worst[f"{dims} T={width}"] = max(error(o, want), error(same, last))
     return worst
+
+
+def operator_step(op: str, dims: tuple[int, int], width: int) -> dict:
+    """Worst error of one step of a centred mixer or MesaNet, and of its replay as a CUDA graph."""
+    import linearize_kernels as ops
+    from tolerances import error
+
+    case = {"op": op, "dtype": "bf16", "dims": dims, "tokens": width, "heads": 4, "groups": (1, 2, 2), "batch": 3}
+    x = operator_inputs(case)
+    want = run_operator(op, {n: t.double() for n, t in x.items()}, None)
+    if op == "mesa":
+        call, names, rest = ops.mesa_step, ("Hkv", "Hkk"), ("log_decay", "gain", "ridge")
+        # Zeros at first, so that the first call solves directly and the next ones take its inverse.
+        extra = {"scale": 0.7, "preconditioner": torch.zeros_like(x["Hkk"]), "max_iter": 32, "tol": 1e-5}
+    else:
+        call = ops.centred_gated_delta_step if op == "centred" else ops.centred_linear_attn_step
+        names = "memory", "key_mean", "value_mean", "log_z"
+        rest = "log_write", "log_forget", "log_exponent", "log_erase", "log_balance"
+        extra = {"scale": 0.3, "read_mean": x["read_mean"]}
+    rows = [x[n] for n in ("q", "k", "v", *rest) if n in x]
+    state = tuple(x[n].clone() for n in names)
+
+    def step():
+        return call(*rows, state=state, add_to=x["add_to"], **extra)[0]
+
+    def worst(o):
+        return max(error(a, b) for a, b in zip((o, *state), want, strict=True))
+
+    results = {"": worst(step())}
+    if DEVICE == "cuda":
+        kept = {}
+        replay, captured = graphed(lambda: kept.update(o=step()))
+        for old, n in zip(state, names, strict=True):
+            old.copy_(x[n])
+        replay()
+        torch.cuda.synchronize()
+        results[" replayed"] = worst(kept["o"]) if captured else float("inf")
+    return results
+
+
+def check_operator_steps() -> dict:
+    """Worst errors of the one-launch steps over operators, dims and numbers of tokens."""
+    found = {}
+    for op in ("centred", "mesa", "covariance"):
+        for dims in ((128, 128), (64, 64), (96, 64), (32, 50)):
+            for width in (1, 3, 8):
+                name = f"{op} {dims} T={width}"
+                try:
+                    found |= {name + kind: value for kind, value in operator_step(op, dims, width).items()}
+                except Exception as problem:  # one broken case must not hide the others
+                    found[name] = float("inf")
+                    print(name, (str(problem).splitlines() or [type(problem).__name__])[0][:200], flush=True)
+    return found
 
 
 def determinism(runs: int) -> bool:
@@ -358,6 +531,30 @@ def stage_times(batch, tokens, heads, dim) -> dict:
     return {name: x[0] for name, x in time_calls({n: graphed(c)[0] for n, c in calls.items()}, 10).items()}
 
 
+def mesa_times(batch, tokens, heads, dim) -> dict:
+    """Milliseconds of MesaNet: states and preconditioners alone, and all of it by the number of iterations."""
+    from linearize_kernels import mesa, ridge
+
+    q, k, v, log_decay, _, gain, *_ = inputs(batch, tokens, heads, (1, 1, 1), (dim, dim), torch.bfloat16, gates="plain")
+    log_decay = 0.01 * log_decay
+    weights = torch.full((heads, dim), 0.5, device=DEVICE)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, log_decay, gain, weights)]
+    slope = torch.randn_like(v)
+
+    def states():
+        return ridge.Prepared(k, v, log_decay, gain, weights, None, None, None, False, None)
+
+    def forward(steps):
+        with torch.no_grad():
+            return mesa(*leaves, max_iter=steps, tol=0.0)
+
+    calls = {"states": states} | {f"forward {n} steps": lambda n=n: forward(n) for n in (1, 7, 30)}
+    calls["both 7 steps"] = lambda: torch.autograd.grad(mesa(*leaves, max_iter=7, tol=0.0)[0], leaves, slope)
+    times = {name: x[0] for name, x in time_calls({n: graphed(c)[0] for n, c in calls.items()}, 10).items()}
+    residual = mesa(*leaves, max_iter=30, tol=1e-3)[2]
+    return times | {"worst residual of 30 steps": float(residual.max())}
+
+
 def prelude_times(batch, tokens, heads, dim) -> dict:
     """Milliseconds of the statistics of a centred mixer, forwards and backwards, keys and values with G = 1."""
     from linearize_kernels import centre, log_norm
@@ -445,6 +642,7 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true", help="time other launch tables as well")
     parser.add_argument("--quick", action="store_true", help="a small correctness grid, two shapes timed")
     parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--budget-seconds", type=float, default=900.0, help="two thirds of it at most for correctness")
     arguments = parser.parse_args()
     import triton
 
@@ -459,53 +657,82 @@ def main() -> int:
         report["seconds"] = round(time.time() - started, 1)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
+    def left() -> float:
+        return arguments.budget_seconds - (time.time() - started)
+
+    def stage(name: str, run, needed: float = 0.0) -> None:
+        """Record run() under `name`; what it raises, or that there is no time for it, is recorded as well."""
+        if left() < needed:
+            report.setdefault("not reached", []).append(name)
+            return
+        try:
+            note(name, run())
+            print(name, json.dumps(report[name])[:600], flush=True)
+        except Exception as error:  # the later stages must run
+            note(name, {"error": (str(error).splitlines() or [type(error).__name__])[0][:300]})
+            print("FAIL", name, report[name], flush=True)
+
     note("argv", sys.argv[1:])
     failures = 0
     if "correctness" not in arguments.skip:
-        results = []
+        results, missed = [], []
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
             futures = {pool.submit(correctness, case): case for case in cases(arguments.quick)}
-            for future in as_completed(futures):
-                try:
-                    results.append(future.result())
-                except Exception as error:  # one broken case must not hide the others
-                    results.append({**futures[future], "failed": ["raised"], "error": str(error)[:300]})
-                if results[-1]["failed"]:
-                    failures += 1
-                    print("FAIL", json.dumps(results[-1]), flush=True)
-        print(f"correctness: {len(results)} cases, {failures} failed, {time.time() - started:.0f} s", flush=True)
+            try:
+                # A third of the time is kept for what comes after.
+                for future in as_completed(futures, timeout=max(1.0, left() * 2 / 3)):
+                    try:
+                        results.append(future.result())
+                    except Exception as error:  # one broken case must not hide the others
+                        results.append({**futures[future], "failed": ["raised"], "error": str(error)[:300]})
+                    if results[-1]["failed"]:
+                        failures += 1
+                        print("FAIL", json.dumps(results[-1]), flush=True)
+            except TimeoutError:
+                missed = [case for future, case in futures.items() if not future.done()]
+                pool.shutdown(wait=True, cancel_futures=True)
+        print(
+            f"correctness: {len(results)} cases, {failures} failed, {len(missed)} not reached, "
+            f"{time.time() - started:.0f} s",
+            flush=True,
+        )
         note("correctness", results)
+        note("correctness not reached", missed)
     if "decode" not in arguments.skip:
-        note("decode errors", check_decode())
-        print("decode, worst error:", max(report["decode errors"].values()), flush=True)
+        stage("operator step errors", check_operator_steps)
+        stage("decode errors", check_decode)
+        for name, limit in (("operator step errors", 1.2e-2), ("decode errors", 6e-3)):
+            worst = report.get(name, {})
+            bad = [n for n, e in worst.items() if isinstance(e, str) or not e <= limit]
+            failures += len(bad)
+            print(name, "beyond the limit:", bad, flush=True)
     if "determinism" not in arguments.skip:
-        note("deterministic over 100 runs", determinism(100))
-        print("deterministic:", report["deterministic over 100 runs"], flush=True)
+        stage("deterministic over 100 runs", lambda: determinism(100))
     if "timing" not in arguments.skip:
-        note("kernels 8x4096x16x128 ms", stage_times(8, 4096, 16, 128))
-        note("kernels 8x4096x16x64 ms", stage_times(8, 4096, 16, 64))
-        note("statistics 8x4096x16x128 ms", prelude_times(8, 4096, 16, 128))
-        note("statistics 8x4096x16x64 ms", prelude_times(8, 4096, 16, 64))
-        for name in ("kernels", "statistics"):
-            print(name, json.dumps([report[f"{name} 8x4096x16x{dim} ms"] for dim in (128, 64)]), flush=True)
+        for dim in (128, 64):
+            stage(f"kernels 8x4096x16x{dim} ms", lambda dim=dim: stage_times(8, 4096, 16, dim), 20)
+            stage(f"statistics 8x4096x16x{dim} ms", lambda dim=dim: prelude_times(8, 4096, 16, dim), 20)
+            stage(f"mesa 8x4096x16x{dim} ms", lambda dim=dim: mesa_times(8, 4096, 16, dim), 20)
     if arguments.sweep:
         jobs = [(name, dim, entry) for dim in (128, 64) for name, entries in SWEEP.items() for entry in entries]
         with ProcessPoolExecutor(arguments.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
             list(pool.map(sweep_one, [(*job, (1, 128, 16)) for job in jobs]))  # compiles in parallel
         rows = []
         for job in jobs:
+            if left() < 60:
+                report.setdefault("not reached", []).append("sweep")
+                break
             rows.append(sweep_one((*job, (8, 4096, 16))))
             if rows[-1]:
                 print(json.dumps(rows[-1]), flush=True)
             note("sweep", rows)
     if "decode" not in arguments.skip and "timing" not in arguments.skip:
-        note("decode", decode_times())
+        stage("decode", decode_times, 20)
     if "timing" not in arguments.skip:
         baseline = None if "fla" in arguments.skip else fla_op()
         if baseline is not None:
-            note("errors beside fla", fla_errors(baseline))
-            print("errors (ours, fla):", json.dumps(report["errors beside fla"]), flush=True)
+            stage("errors beside fla", lambda: fla_errors(baseline), 20)
         shapes = [
             (1, 32768, 32, 128),
             (8, 4096, 16, 128),
@@ -514,7 +741,7 @@ def main() -> int:
             (8, 4096, 16, 64),
             (1, 2048, 16, 128),
         ]
-        note("timing", timing(shapes[1:5:3] if arguments.quick else shapes, baseline))
+        stage("timing", lambda: timing(shapes[1:5:3] if arguments.quick else shapes, baseline), 60)
     print(f"done in {time.time() - started:.0f} s", flush=True)
     return 1 if failures else 0
 

@@ -6,6 +6,10 @@ Importing this package touches no driver and does not need Triton.
 from .api import (
     centre,
     centre_step,
+    centred_gated_delta,
+    centred_gated_delta_step,
+    centred_linear_attn,
+    centred_linear_attn_step,
     gated_delta,
     gated_delta_step,
     linear_attn,
@@ -20,6 +24,10 @@ from .api import (
 __all__ = [
     "centre",
     "centre_step",
+    "centred_gated_delta",
+    "centred_gated_delta_step",
+    "centred_linear_attn",
+    "centred_linear_attn_step",
     "gated_delta",
     "gated_delta_step",
     "linear_attn",

@@ -222,7 +222,17 @@ def mesa(
     Hkv, Hkk = initial_state if initial_state is not None else (None, None)
     _check_state("initial_state[0]", Hkv, (sequences, heads, key_dim, v.shape[-1]))
     _check_state("initial_state[1]", Hkk, (sequences, heads, key_dim, key_dim))
-    from .mesa import solve_queries
+    if tokens and uses_kernels(q):
+        from .ops import mesa_fwd
+        from .ridge import serves
+
+        if serves(k):
+            state = Hkv, Hkk
+            o, *last, residual, _ = mesa_fwd(
+                q, k, v, log_decay, gain, ridge, *state, cu_seqlens, add_to, scale, max_iter, tol, output_final_state
+            )
+            return o, tuple(last) if output_final_state else None, residual
+    from .conjugate import solve_queries
 
     solution, residual = solve_queries(q, k, log_decay, gain, ridge, Hkk, cu_seqlens, max_iter, tol)
     # The solution weighs keys against each other: its digits, and theirs, are worth float32.
@@ -416,8 +426,17 @@ def mesa_step(
     state: tuple[Tensor, Tensor],
     scale: float = 1.0,
     add_to: Tensor | None = None,
+    preconditioner: Tensor | None = None,
+    max_iter: int = 16,
+    tol: float = 1e-4,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`mesa` for the next 1 to 8 tokens by direct solves. Both states are updated in place. No gradient.
+    """`mesa` for the next 1 to 8 tokens, one launch on a GPU. Both states are updated in place. No gradient.
+
+    Args:
+        preconditioner: [B,H,K,K] contiguous, zero before the first step; the kernels keep the inverse of an earlier
+            Hkk + diag(ridge) there. Conjugate gradients then replace the direct solve of every token, until `tol` is
+            not reached within `max_iter` steps: that token is solved directly and renews it. None always solves
+            directly, and so do the torch form and keys of more than 128 dims, which leave it alone.
 
     Returns:
         (o [B,T,H,V], state): the same tensors `state`, after the last token.
@@ -430,7 +449,19 @@ def mesa_step(
     _check_state("ridge", ridge, (heads, k.shape[-1]))
     _check_state("state[0]", state[0], (batch, heads, k.shape[-1], v.shape[-1]))
     _check_state("state[1]", state[1], (batch, heads, k.shape[-1], k.shape[-1]))
-    from .mesa import recurrent_mesa
+    _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
+    _check_state("preconditioner", preconditioner, (batch, heads, k.shape[-1], k.shape[-1]))
+    if uses_kernels(q):
+        from .ops import mesa_step as step
+        from .ridge import MAX_KEY_DIM
+
+        if k.shape[-1] <= MAX_KEY_DIM:
+            for name, x in (("state[1]", state[1]), ("preconditioner", preconditioner)):
+                if x is not None and not x.is_contiguous():
+                    _fail(f"{name} is overwritten and must be contiguous", x.stride(), "allocate it as it is")
+            cached = preconditioner, max_iter, float(tol)
+            return step(q, k, v, log_decay, gain, ridge, float(scale), *state, *cached, add_to), state
+    from .conjugate import recurrent_mesa
 
     o, new = recurrent_mesa(q, k, v, log_decay, gain, ridge, scale, state)
     for old, fresh in zip(state, new, strict=True):
@@ -488,3 +519,231 @@ def running_mean_step(
     """
     lZ, ((_, vbar),) = _mean_step((v,), log_write, log_forget, log_z, (mean,))
     return vbar.to(v.dtype), lZ
+
+
+State = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _check_centred(q, k, v, log_write, log_forget, log_exponent, log_erase, log_balance, read_mean, state, sequences):
+    batch, tokens, heads = log_write.shape
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x, batch, tokens, heads)
+    for name, x in (("log_forget", log_forget), ("log_exponent", log_exponent), ("log_erase", log_erase)):
+        _check_scalar(name, x, (batch, tokens, heads))
+    _check_state("log_balance", log_balance, (heads,))
+    _check_state("read_mean", read_mean, (heads,))
+    shapes = (k.shape[-1], v.shape[-1]), (k.shape[-1],), (v.shape[-1],), ()
+    for i, shape in enumerate(shapes):
+        _check_state(f"state[{i}]", None if state is None else state[i], (sequences, heads, *shape))
+
+
+def _last_norm(log_z: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """log Z after the last token of every sequence."""
+    if cu_seqlens is None:
+        return log_z[:, -1]
+    last = log_z[0, (cu_seqlens[1:] - 1).clamp(min=0).long()]
+    none = torch.full_like(last, -torch.inf) if initial is None else initial.to(last.dtype)
+    return torch.where((cu_seqlens[1:] > cu_seqlens[:-1])[:, None], last, none)
+
+
+def _centred(
+    q, k, v, log_write, log_forget, log_exponent, log_erase, log_balance, read_mean, scale, initial_state,
+    output_final_state, cu_seqlens, add_to,
+):  # fmt: skip
+    sequences = _check_statistics(log_write, log_forget, None, cu_seqlens)
+    gates = log_exponent, log_erase, log_balance
+    _check_centred(q, k, v, log_write, log_forget, *gates, read_mean, initial_state, sequences)
+    memory, key_mean, value_mean, start = initial_state if initial_state is not None else (None,) * 4
+    log_z = log_norm(log_write, log_forget, initial_log_z=start, cu_seqlens=cu_seqlens)
+    means = None if initial_state is None else (key_mean, value_mean)
+    kd, vd, vbar, rho2, means = centre(
+        k, v, log_write, log_forget, log_z, initial_mean=means, cu_seqlens=cu_seqlens
+    )  # fmt: skip
+    chain = log_write, log_forget, log_z, start, *gates, rho2, cu_seqlens
+    if log_write.shape[1] and uses_kernels(q):
+        from .ops import gates_fwd
+
+        log_decay, erase, gain = gates_fwd(*chain)
+    else:
+        log_decay, erase, gain = reference.centred_gates(*chain)
+    if read_mean is not None:
+        base = read_mean[:, None] * vbar.to(read_mean.dtype)
+        add_to = (base if add_to is None else base + add_to).to(kd.dtype)
+    erase = None if log_balance is None else erase
+    o, memory = _delta_rule(
+        q, kd, vd, log_decay, erase, gain, float(scale), memory, output_final_state, cu_seqlens, add_to
+    )
+    if not output_final_state:
+        return o, None
+    last = log_z.new_full((sequences, log_z.shape[2]), -torch.inf) if start is None else start
+    return o, (memory, *means, _last_norm(log_z, start, cu_seqlens) if log_z.shape[1] else last)
+
+
+def centred_gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_write: Tensor,
+    log_forget: Tensor,
+    log_exponent: Tensor,
+    log_erase: Tensor,
+    log_balance: Tensor,
+    *,
+    read_mean: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor, State | None]:
+    """The gated delta rule on keys and values minus their running means (derivation.md §4, §5, stable form).
+
+        lZ = log_norm(log_write, log_forget);   kd, vd, vbar, rho2 = centre(k, v, ...)
+        log decay = max(exp(log_exponent) log(1 - b), -80), b the write strength exp(log_write - lZ)
+        a = b (1 - b) exp(log_erase);   s = a c^2 rho2;   erase = a c^2 / (1 + s);   gain = a c / (1 + s)
+        o, S = gated_delta(q, kd, vd, log decay, erase, gain=gain, scale, add_to = read_mean vbar + add_to)
+
+    Args:
+        q: [B,T,Hq,K] what reads the memory: s (q - r) / c in the derivation's terms.
+        log_write: [B,T,H], -inf writes nothing. log_forget, log_exponent, log_erase: [B,T,H], finite; log_forget <= 0,
+            the other two below about 30.
+        log_balance: [H] = log c. read_mean: [H], what of vbar is added to o; None for nothing.
+        initial_state: (memory [B,H,K,V], key mean [B,H,K], value mean [B,H,V], log Z [B,H]), or None.
+
+    Returns:
+        (o [B,T,H,V] in q's dtype, the same four states after the last token, or None). Differentiable once in every
+        tensor argument. Other arguments and errors as `gated_delta`.
+    """
+    return _centred(
+        q, k, v, log_write, log_forget, log_exponent, log_erase, log_balance, read_mean, scale, initial_state,
+        output_final_state, cu_seqlens, add_to,
+    )  # fmt: skip
+
+
+def centred_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_write: Tensor,
+    log_forget: Tensor,
+    log_exponent: Tensor,
+    logit: Tensor,
+    *,
+    read_mean: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor, State | None]:
+    """The running covariance of keys and values (derivation.md §3): `centred_gated_delta` without the erase.
+
+    gain = sigmoid(logit of b + logit) (1 - b), so logit = log_exponent = 0 is the covariance itself. Arguments, results
+    and errors as `centred_gated_delta`.
+    """
+    return _centred(
+        q, k, v, log_write, log_forget, log_exponent, logit, None, read_mean, scale, initial_state, output_final_state,
+        cu_seqlens, add_to,
+    )  # fmt: skip
+
+
+TimeScales = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.no_grad()
+def _centred_step(
+    q, k, v, log_write, log_forget, log_exponent, log_erase, log_balance, state, read_mean, scale, add_to, time_scales
+):
+    batch, tokens, heads = log_write.shape
+    names = ("memory", "key_mean", "value_mean", "log_z")
+    _check_step(tokens, **dict(zip(names, state, strict=True)))
+    gates = log_exponent, log_erase, log_balance
+    _check_centred(q, k, v, log_write, log_forget, *gates, read_mean, state, batch)
+    _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
+    if time_scales is not None:
+        write, forget, weights, mean, norm = time_scales
+        _check_step(tokens, scale_mean=mean, scale_log_z=norm)
+        slow = heads * weights.shape[-1]
+        _check_state("time_scales[2]", weights, (heads, weights.shape[-1]))
+        for name, x, shape in (
+            ("time_scales[0]", write, (batch, tokens, slow)), ("time_scales[1]", forget, (batch, tokens, slow)),
+            ("time_scales[3]", mean, (batch, slow, v.shape[-1])), ("time_scales[4]", norm, (batch, slow)),
+        ):  # fmt: skip
+            _check_state(name, x, shape)
+    memory, key_mean, value_mean, log_z = state
+    if uses_kernels(q):
+        from .ops import centred_step
+
+        _check_kernel_dims(k.shape[-1])
+        write, forget, weights, mean, norm = time_scales or (None,) * 5
+        for name, x in (("key_mean", key_mean), ("value_mean", value_mean), ("log_z", log_z), ("scale_mean", mean)):
+            if x is not None and not x.is_contiguous():
+                _fail(f"{name} is overwritten and must be contiguous", tuple(x.stride()), "allocate it as it is")
+        return centred_step(
+            q, k, v, log_write, log_forget, *gates, read_mean, add_to, float(scale), memory, key_mean, value_mean,
+            log_z, write, forget, weights, mean, norm,
+        ), state  # fmt: skip
+    start = log_z.clone()
+    kd, vd, vbar, rho2, lZ = centre_step(k, v, log_write, log_forget, log_z=log_z, mean=(key_mean, value_mean))
+    log_decay, erase, gain = reference.centred_gates(log_write, log_forget, lZ, start, *gates, rho2)
+    base = 0.0 if add_to is None else add_to.to(lZ.dtype)
+    if read_mean is not None:
+        base = base + read_mean[:, None] * vbar.to(read_mean.dtype)
+    if time_scales is not None:
+        extra, _ = running_mean_step(v, write, forget, log_z=norm, mean=mean)
+        base = base + torch.einsum("bthmv,hm->bthv", extra.to(lZ.dtype).unflatten(2, weights.shape), weights)
+    base = base.to(q.dtype) if isinstance(base, Tensor) else None
+    return _delta_rule_step(q, kd, vd, log_decay, erase, gain, scale, memory, base)[0], state
+
+
+def centred_gated_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_write: Tensor,
+    log_forget: Tensor,
+    log_exponent: Tensor,
+    log_erase: Tensor,
+    log_balance: Tensor,
+    *,
+    state: State,
+    read_mean: Tensor | None = None,
+    scale: float = 1.0,
+    add_to: Tensor | None = None,
+    time_scales: TimeScales | None = None,
+) -> tuple[Tensor, State]:
+    """`centred_gated_delta` for the next 1 to 8 tokens, one launch on a GPU. All states are updated in place.
+
+    Args:
+        state: (memory, key mean, value mean, log Z); before the first token 0, 0, 0 and -inf.
+        time_scales: M more running means of v per head, added to o by per-head weights: (log_write [B,T,H*M],
+            log_forget [B,T,H*M], weights [H,M], means [B,H*M,V], log Z [B,H*M]); the last two are states as well.
+
+    Returns:
+        (o [B,T,H,V], state): the same tensors `state`, after the last token. No gradient.
+    """
+    return _centred_step(
+        q, k, v, log_write, log_forget, log_exponent, log_erase, log_balance, state, read_mean, scale, add_to,
+        time_scales,
+    )  # fmt: skip
+
+
+def centred_linear_attn_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_write: Tensor,
+    log_forget: Tensor,
+    log_exponent: Tensor,
+    logit: Tensor,
+    *,
+    state: State,
+    read_mean: Tensor | None = None,
+    scale: float = 1.0,
+    add_to: Tensor | None = None,
+    time_scales: TimeScales | None = None,
+) -> tuple[Tensor, State]:
+    """`centred_linear_attn` for the next 1 to 8 tokens, as `centred_gated_delta_step`."""
+    return _centred_step(
+        q, k, v, log_write, log_forget, log_exponent, logit, None, state, read_mean, scale, add_to, time_scales
+    )

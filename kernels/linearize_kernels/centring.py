@@ -76,7 +76,7 @@ def centre_kernel(
         log_z, row, real, w_token, f_token, z_token, ACC,
     )  # fmt: skip
     before = tl.load(log_z + (row - 1) * z_token, mask=real & (row > 0), other=float("-inf")).to(ACC)
-    x += batch * x_batch + first * x_token + (head // x_group) * x_head
+    x += batch * x_batch + first * x_token + tl.cast(head // x_group, tl.int64) * x_head
     tile_t = inside[:, None] & real[None, :]
     x_rows = tl.load(x + row[:, None] * x_token + column[None, :], mask=real[:, None] & inside[None, :], other=0.0)
     x_t = tl.load(x + row[None, :] * x_token + column[:, None], mask=tile_t, other=0.0).to(ACC)
@@ -183,7 +183,7 @@ def centre_grads_kernel(
         log_forget + batch * f_batch + first * f_token + head * f_head,
         log_z, row, real, w_token, f_token, z_token, ACC,
     )  # fmt: skip
-    x += batch * x_batch + first * x_token + (head // x_group) * x_head
+    x += batch * x_batch + first * x_token + tl.cast(head // x_group, tl.int64) * x_head
     x_rows = tl.load(x + row[:, None] * x_token + column[None, :], mask=tile_rows, other=0.0)
     place = tl.cast(line, tl.int64)
     at = (batch * T + first) * H + head

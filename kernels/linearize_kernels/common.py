@@ -36,6 +36,15 @@ def dot(a, b, PRECISION: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)), to the last digits where exp(x) is far below 1 too."""
+    small = tl.exp(-tl.abs(x))
+    one = 1.0 + small
+    exact = tl.where(one == 1.0, small, tl.log(one) * (small / tl.where(one == 1.0, 1.0, one - 1.0)))
+    return tl.maximum(x, 0.0) + exact
+
+
+@triton.jit
 def locate_chunk(chunk, table, cu_seqlens, T, NT, C: tl.constexpr, VARLEN: tl.constexpr):
     """(row of the batch, first token, number of real tokens) of a chunk; no tokens for an unused table entry."""
     if VARLEN:

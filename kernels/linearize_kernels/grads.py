@@ -49,10 +49,10 @@ def grads_kernel(
     in_key = key < K
     tile_k = real[:, None] & in_key[None, :]
     tile_kt = in_key[:, None] & real[None, :]
-    q += batch * q_batch + first * q_token + (head // q_group) * q_head
-    k += batch * k_batch + first * k_token + (head // k_group) * k_head
-    v += batch * v_batch + first * v_token + (head // v_group) * v_head
-    do += batch * o_batch + first * o_token + head * o_head
+    q += batch * q_batch + first * q_token + tl.cast(head // q_group, tl.int64) * q_head
+    k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
+    v += batch * v_batch + first * v_token + tl.cast(head // v_group, tl.int64) * v_head
+    do += batch * o_batch + first * o_token + tl.cast(head, tl.int64) * o_head
     token = (batch * T + first) * H + head
     scalars += place * ROWS * C
     g = tl.load(scalars + row)

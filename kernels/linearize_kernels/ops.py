@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import centring, decode, delta, lognorm
+from . import centring, decode, delta, gates, lognorm, ridge
 from .common import CHUNK, ROWS, Chunks
 from .grads import sum_group
 from .selfcheck import mean_warps_for, warps_for
@@ -249,3 +249,213 @@ def _differentiate_log_norm(ctx, d_log_z, _):
 
 
 log_norm_fwd.register_autograd(_differentiate_log_norm, setup_context=_save_log_norm)
+
+
+@torch.library.custom_op("linearize_kernels::mesa_fwd", mutates_args=())
+def mesa_fwd(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor, ridge_: Tensor, Hkv: Tensor | None,
+    Hkk: Tensor | None, cu_seqlens: Tensor | None, add_to: Tensor | None, scale: float, max_iter: int, tol: float,
+    final: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return ridge.forward(
+        q, k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, add_to, scale, max_iter, tol, final
+    )  # fmt: skip
+
+
+@mesa_fwd.register_fake
+def _(q, k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, add_to, scale, max_iter, tol, final):
+    batch, tokens, heads = gain.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    K, V = k.shape[-1], v.shape[-1]
+    return (
+        q.new_empty(batch, tokens, heads, V),
+        q.new_empty((sequences, heads, K, V) if final else 0, dtype=wide),
+        q.new_empty((sequences, heads, K, K) if final else 0, dtype=wide),
+        q.new_empty(batch, tokens, heads, dtype=wide),
+        q.new_empty(batch, tokens, heads, K, dtype=wide),
+    )
+
+
+@torch.library.custom_op("linearize_kernels::mesa_bwd", mutates_args=())
+def mesa_bwd(
+    k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor, ridge_: Tensor, Hkv: Tensor | None,
+    Hkk: Tensor | None, cu_seqlens: Tensor | None, solution: Tensor, do: Tensor, d_Hkv: Tensor | None,
+    d_Hkk: Tensor | None, scale: float, max_iter: int, tol: float, d_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return ridge.backward(
+        k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution, do, d_Hkv, d_Hkk, scale, max_iter, tol, d_initial
+    )
+
+
+@mesa_bwd.register_fake
+def _(
+    k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution, do, d_Hkv, d_Hkk, scale, max_iter, tol, d_initial
+):  # fmt: skip
+    batch, tokens, heads = gain.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (sequences, heads, k.shape[-1])
+    new = solution.new_empty
+    return (
+        new(solution.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        new(2, batch, tokens, heads),
+        new(ridge_.shape),
+        new((*state, v.shape[-1]) if d_initial else 0),
+        new((*state, k.shape[-1]) if d_initial else 0),
+    )
+
+
+def _save_mesa(ctx, inputs, output):
+    q, k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, add_to, scale, max_iter, tol, final = inputs
+    *_, residual, solution = output
+    ctx.mark_non_differentiable(residual, solution)
+    ctx.save_for_backward(k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution)
+    ctx.set_materialize_grads(False)
+    ctx.options, ctx.final, ctx.heads, ctx.q_type = (scale, max_iter, tol), final, q.shape[2], q.dtype
+    ctx.types = [None if x is None else x.dtype for x in (log_decay, gain, ridge_, Hkv, Hkk, add_to)]
+
+
+def _differentiate_mesa(ctx, do, d_Hkv, d_Hkk, *_):
+    k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution = ctx.saved_tensors
+    decay_type, gain_type, ridge_type, kv_type, kk_type, add_type = ctx.types
+    if do is None:
+        do = v.new_zeros(*gain.shape, v.shape[-1])
+    d_initial = Hkk is not None and (ctx.needs_input_grad[6] or ctx.needs_input_grad[7])
+    if not ctx.final:
+        d_Hkv = d_Hkk = None
+    y, dk, dv, (d_decay, d_gain), d_ridge, first_kv, first_kk = mesa_bwd(
+        k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution, do.to(v.dtype), d_Hkv, d_Hkk, *ctx.options,
+        d_initial,
+    )  # fmt: skip
+    return (
+        sum_group(y, ctx.heads).to(ctx.q_type),
+        dk,
+        dv,
+        None if decay_type is None else d_decay.to(decay_type),
+        d_gain.to(gain_type),
+        d_ridge.to(ridge_type),
+        first_kv.to(kv_type) if d_initial else None,
+        first_kk.to(kk_type) if d_initial else None,
+        None,
+        None if add_type is None else do.to(add_type),
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+mesa_fwd.register_autograd(_differentiate_mesa, setup_context=_save_mesa)
+
+
+@torch.library.custom_op("linearize_kernels::mesa_step", mutates_args={"Hkv", "Hkk", "preconditioner"})
+def mesa_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor, ridge_: Tensor, scale: float, Hkv: Tensor,
+    Hkk: Tensor, preconditioner: Tensor | None, max_iter: int, tol: float, add_to: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return decode.mesa_step(
+        q, k, v, log_decay, gain, ridge_, scale, Hkv, Hkk, preconditioner, max_iter, tol, add_to
+    )  # fmt: skip
+
+
+@mesa_step.register_fake
+def _(q, k, v, log_decay, gain, ridge_, scale, Hkv, Hkk, preconditioner, max_iter, tol, add_to):
+    return q.new_empty(*gain.shape, v.shape[-1])
+
+
+@torch.library.custom_op(
+    "linearize_kernels::centred_step",
+    mutates_args={"state", "key_mean", "value_mean", "log_z", "scale_mean", "scale_log_z"},
+)
+def centred_step(
+    q: Tensor, k: Tensor, v: Tensor, log_write: Tensor, log_forget: Tensor, log_exponent: Tensor, log_erase: Tensor,
+    balance: Tensor | None, read_mean: Tensor | None, add_to: Tensor | None, scale: float, state: Tensor,
+    key_mean: Tensor, value_mean: Tensor, log_z: Tensor, scale_write: Tensor | None, scale_forget: Tensor | None,
+    read_scales: Tensor | None, scale_mean: Tensor | None, scale_log_z: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return decode.centred_step(
+        q, k, v, log_write, log_forget, log_exponent, log_erase, balance, read_mean, add_to, scale, state, key_mean,
+        value_mean, log_z, scale_write, scale_forget, read_scales, scale_mean, scale_log_z,
+    )  # fmt: skip
+
+
+@centred_step.register_fake
+def _(
+    q, k, v, log_write, log_forget, log_exponent, log_erase, balance, read_mean, add_to, scale, state, key_mean,
+    value_mean, log_z, scale_write, scale_forget, read_scales, scale_mean, scale_log_z,
+):  # fmt: skip
+    return q.new_empty(*log_write.shape, v.shape[-1])
+
+
+@torch.library.custom_op("linearize_kernels::gates_fwd", mutates_args=())
+def gates_fwd(
+    log_write: Tensor, log_forget: Tensor, log_z: Tensor, initial: Tensor | None, log_exponent: Tensor,
+    log_erase: Tensor, log_balance: Tensor | None, rho2: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return gates.forward(
+        log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens
+    )  # fmt: skip
+
+
+@gates_fwd.register_fake
+def _(log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens):
+    new = log_z.new_empty
+    return new(log_z.shape), new(log_z.shape if log_balance is not None else 0), new(log_z.shape)
+
+
+@torch.library.custom_op("linearize_kernels::gates_bwd", mutates_args=())
+def gates_bwd(
+    log_write: Tensor, log_forget: Tensor, log_z: Tensor, initial: Tensor | None, log_exponent: Tensor,
+    log_erase: Tensor, log_balance: Tensor | None, rho2: Tensor | None, cu_seqlens: Tensor | None, d_decay: Tensor,
+    d_erase: Tensor | None, d_gain: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return gates.backward(
+        log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens,
+        d_decay.contiguous(), None if d_erase is None else d_erase.contiguous(), d_gain.contiguous(),
+    )  # fmt: skip
+
+
+@gates_bwd.register_fake
+def _(
+    log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens, d_decay, d_erase,
+    d_gain,
+):  # fmt: skip
+    new, full = d_gain.new_empty, log_z.shape
+    return (
+        *(new(full) for _ in range(4)),
+        new(full if log_balance is not None else 0),
+        new(full[2] if log_balance is not None else 0),
+        new(initial.shape if initial is not None else 0),
+    )
+
+
+def _save_gates(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_gates(ctx, d_decay, d_erase, d_gain):
+    log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens = ctx.saved_tensors
+    zero = torch.zeros_like(log_z)
+    d_decay, d_gain = (zero if d is None else d for d in (d_decay, d_gain))
+    d_erase = None if log_balance is None else zero if d_erase is None else d_erase
+    d_x, d_norm, d_exponent, d_moved, d_rho2, d_balance, d_initial = gates_bwd(
+        log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens,
+        d_decay, d_erase, d_gain,
+    )  # fmt: skip
+    return (
+        d_x.to(log_write.dtype),
+        -d_x.to(log_forget.dtype),
+        d_norm,
+        None if initial is None else d_initial.to(initial.dtype),
+        d_exponent.to(log_exponent.dtype),
+        d_moved.to(log_erase.dtype),
+        None if log_balance is None else d_balance.to(log_balance.dtype),
+        None if rho2 is None or log_balance is None else d_rho2.to(rho2.dtype),
+        None,
+    )
+
+
+gates_fwd.register_autograd(_differentiate_gates, setup_context=_save_gates)

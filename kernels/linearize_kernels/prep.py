@@ -95,8 +95,8 @@ def prep_kernel(
     column = tl.arange(0, BK)
     real = row < count
     tile = real[:, None] & (column < K)[None, :]
-    q += batch * q_batch + first * q_token + (head // q_group) * q_head
-    k += batch * k_batch + first * k_token + (head // k_group) * k_head
+    q += batch * q_batch + first * q_token + tl.cast(head // q_group, tl.int64) * q_head
+    k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
     keys = tl.load(k + row[:, None] * k_token + column[None, :], mask=tile, other=0.0)
     queries = tl.load(q + row[:, None] * q_token + column[None, :], mask=tile, other=0.0)
     place = tl.cast(chunk, tl.int64) * H + head

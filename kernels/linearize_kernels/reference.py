@@ -499,3 +499,53 @@ def chunk_running_mean(
         weights = _MeanWeights(log_write, log_forget, log_z, cu_seqlens, compute_dtype(v))
         _, mean, final = weights.means(v, initial_mean)
     return mean.to(v.dtype), final
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Centred mixers
+# ---------------------------------------------------------------------------------------------------------------------
+
+FLOOR = -80.0  # of log decay: leaves 2e-35 of the state, and keeps sums over a chunk small enough to be exact
+
+
+def centred_gates(
+    log_write: Tensor,
+    log_forget: Tensor,
+    log_z: Tensor,
+    initial_log_z: Tensor | None,
+    log_exponent: Tensor,
+    log_erase: Tensor,
+    log_balance: Tensor | None,
+    rho2: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(log decay, erase, gain) [B,T,H] of a memory of centred keys and values (derivation.md §4, §5, stable form).
+
+    With b_t the write strength and a = b (1 - b) exp(log_erase), s = a c^2 rho2, c = exp(log_balance):
+    log decay = exp(log_exponent) log(1 - b), erase = a c^2 / (1 + s), gain = a c / (1 + s). Without log_balance it is
+    the running covariance: no erase, gain = b' (1 - b) with b' moved by log_erase on the logit scale. All are 0 where a
+    token writes nothing or nothing precedes it.
+    """
+    first, number = _first_tokens(cu_seqlens, log_write.shape[1], log_write.device)
+    before = _shifted(log_z, 1, -torch.inf)
+    if initial_log_z is None:
+        entry = before.new_full((before.shape[0], first.numel(), before.shape[2]), -torch.inf)
+    elif cu_seqlens is None:
+        entry = initial_log_z[:, None].expand(-1, first.numel(), -1)
+    else:
+        entry = initial_log_z[number][None]
+    before = before.index_copy(1, first, entry.to(before.dtype))
+    live = (log_write > -torch.inf) & (before > -torch.inf)
+    zero = torch.zeros((), dtype=log_z.dtype, device=log_z.device)
+    # b / (1 - b) = w / (lambda Z of the token before), in logs: two log Z would cancel where log(1 - b) is small.
+    write, forget, before = (torch.where(live, x, zero) for x in (log_write, log_forget, before))
+    odds = write - forget - before
+    strength, keep = (torch.where(live, torch.nn.functional.logsigmoid(x), zero) for x in (odds, -odds))
+    log_decay = (log_exponent.exp() * keep).clamp(min=FLOOR)
+    if log_balance is None:
+        gain = (torch.nn.functional.logsigmoid(odds + log_erase) + keep).exp()
+        return log_decay, None, torch.where(live, gain, zero)
+    a = torch.where(live, (strength + keep + log_erase).exp(), zero)
+    balance = log_balance.exp()
+    shrink = a / (1 + a * balance.square() * rho2)
+    return log_decay, shrink * balance.square(), shrink * balance

@@ -49,11 +49,11 @@ def scan_kernel(
         S = tl.zeros([BK, BV], dtype=ACC)
     token = tl.cast(start, tl.int64)
     place = tl.cast(chunk, tl.int64) * H + head
-    q += batch * q_batch + token * q_token + (head // q_group) * q_head
-    k += batch * k_batch + token * k_token + (head // k_group) * k_head
-    v += batch * v_batch + token * v_token + (head // v_group) * v_head
+    q += batch * q_batch + token * q_token + tl.cast(head // q_group, tl.int64) * q_head
+    k += batch * k_batch + token * k_token + tl.cast(head // k_group, tl.int64) * k_head
+    v += batch * v_batch + token * v_token + tl.cast(head // v_group, tl.int64) * v_head
     if ADD:
-        add_to += batch * a_batch + token * a_token + head * a_head
+        add_to += batch * a_batch + token * a_token + tl.cast(head, tl.int64) * a_head
     o += ((batch * T + token) * H + head) * V
     for first in range(start, end, C):
         count = end - first
@@ -128,9 +128,9 @@ def reverse_scan_kernel(
     steps = (end - start + C - 1) // C
     token = tl.cast(start, tl.int64) + (tl.cast(steps, tl.int64) - 1) * C
     place = (tl.cast(chunk, tl.int64) + steps - 1) * H + head
-    q += batch * q_batch + token * q_token + (head // q_group) * q_head
-    k += batch * k_batch + token * k_token + (head // k_group) * k_head
-    do += batch * o_batch + token * o_token + head * o_head
+    q += batch * q_batch + token * q_token + tl.cast(head // q_group, tl.int64) * q_head
+    k += batch * k_batch + token * k_token + tl.cast(head // k_group, tl.int64) * k_head
+    do += batch * o_batch + token * o_token + tl.cast(head, tl.int64) * o_head
     for i in range(0, steps):
         real = row < end - start - (steps - 1 - i) * C
         tile_k = real[:, None] & in_key[None, :]

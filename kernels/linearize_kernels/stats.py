@@ -62,7 +62,7 @@ def sums_kernel(
         log_z, row, real, w_token, f_token, z_token, ACC,
     )  # fmt: skip
     p = last_weights(write, forget, log_z, count, row, z_token, ACC)
-    x += batch * x_batch + first * x_token + (head // x_group) * x_head
+    x += batch * x_batch + first * x_token + tl.cast(head // x_group, tl.int64) * x_head
     rows = tl.load(
         x + row[:, None] * x_token + column[None, :], mask=real[:, None] & (column < D)[None, :], other=0.0
     ).to(ACC)
@@ -88,7 +88,7 @@ def means_kernel(
     column = tile * BD + tl.arange(0, BD)
     inside = column < D
     batch, start, end, chunk = locate_sequence(sequence, offsets, cu_seqlens, T, NT, C, VARLEN)
-    x += batch * x_batch + tl.cast(start, tl.int64) * x_token + (head // x_group) * x_head
+    x += batch * x_batch + tl.cast(start, tl.int64) * x_token + tl.cast(head // x_group, tl.int64) * x_head
     place = tl.cast(chunk, tl.int64) * H + head
     if INITIAL:
         mean = tl.load(initial + tl.cast(line, tl.int64) * D + column, mask=inside, other=0.0).to(ACC)

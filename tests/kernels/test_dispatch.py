@@ -27,3 +27,18 @@ def test_the_environment_switch(monkeypatch):
     monkeypatch.setenv("LINEARIZE_KERNELS", "fast")
     with pytest.raises(ValueError, match="auto, reference or triton"):
         uses_kernels(x)
+
+
+def test_no_module_hides_an_operator():
+    """A submodule becomes an attribute of the package when it is first imported."""
+    code = (
+        "import importlib, pkgutil, linearize_kernels as p\n"
+        "for m in pkgutil.iter_modules(p.__path__):\n"
+        "    try:\n        importlib.import_module(f'linearize_kernels.{m.name}')\n"
+        "    except ImportError:\n        pass\n"
+        "print(all(callable(getattr(p, name)) for name in p.__all__))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert run.stdout.split() == ["True"], run.stderr

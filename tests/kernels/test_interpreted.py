@@ -1,10 +1,11 @@
 """The Triton kernels in the interpreter, against the float64 torch forms.
 
-The interpreter has to be switched on before Triton is imported, so the cases below run in a process of their own,
-started by the one test that an ordinary run collects.
+The interpreter has to be switched on before Triton is imported, so the cases below and those of interpreted_*.py run in
+a process of their own, started by the one test that an ordinary run collects.
 """
 
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -20,11 +21,14 @@ if not INSIDE:
         pytest.importorskip("triton")
         environment = {**os.environ, "TRITON_INTERPRET": "1", "LINEARIZE_KERNELS": "triton"}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent)
+        here = Path(__file__).parent
+        files = __file__, here / "interpreted_mesa.py", here / "interpreted_centred.py"
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, files)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
         assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 else:
+    import interpreter  # noqa: F401
     import torch
     from linearize_kernels import (
         centre,
@@ -140,6 +144,27 @@ else:
         for name in ("q", "k", "v"):
             x[name] = x[name].transpose(1, 2).contiguous().transpose(1, 2)
         check(x, TOLERANCE["float64"])
+
+    def test_offsets_beyond_32_bits():
+        """Rows 2^24 numbers apart, heads over 2^31: an untouched mapping, of which only the rows become real memory."""
+        tokens, token, head = 130, 2**24, 2**31 + 2**23
+        size = tokens * token + head
+        space = mmap.mmap(-1, 2 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+        line = torch.frombuffer(space, dtype=torch.float16)
+        x = inputs(tokens, (32, 32), torch.float16)
+        names = ("q", "k", "v", "add_to")
+        far = {n: line[64 * i :].as_strided((1, tokens, 2, 32), (0, token, head, 1)) for i, n in enumerate(names)}
+        for name, rows in far.items():
+            rows.copy_(x[name])
+        results = []
+        for case in (x, x | far):
+            leaves = {n: t.detach().requires_grad_() for n, t in case.items()}
+            outputs = call(leaves, False)
+            results.append([*outputs, *torch.autograd.grad(sum(o.sum() for o in outputs), list(leaves.values()))])
+            k, v = leaves["k"], leaves["v"]
+            gates = leaves["gain"], leaves["log_decay"]
+            results[-1] += centre(k, v, *gates, log_norm(*gates))[:4]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
     @pytest.mark.parametrize("width", [1, 3])
     @pytest.mark.parametrize("linear", [False, True])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from linearize_kernels import linear_attn, mesa, mesa_step
-from linearize_kernels.mesa import recurrent_mesa
+from linearize_kernels.conjugate import recurrent_mesa
 from tolerances import assert_close
 
 SOLVED = {"max_iter": 200, "tol": 1e-14}

@@ -7,7 +7,7 @@ that is entered with state H, a row vector p meets the matrix of its own token a
 
 The solution q* is preconditioned by (Hkk + diag(ridge))^-1 at the chunk's start. Its gradient is implicit: with
 dq* = scale Hkv dO and A y = dq*, dq = y, dridge = -sum y o q*, and all else is the gradient of linear attention with
-query q*, values [v ; k] and cotangents [dO ; -y]. The solve is torch operators on every device.
+query q*, values [v ; k] and cotangents [dO ; -y]. Torch operators; `ridge.py` has the kernels.
 """
 
 from __future__ import annotations

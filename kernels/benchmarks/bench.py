@@ -1,0 +1,347 @@
+"""Times of the kernels, beside the torch forms and, where it is installed, flash-linear-attention.
+
+    PYTHONPATH=kernels python kernels/benchmarks/bench.py --out FILE [--budget-seconds 600] [--only delta] [--dry-run]
+
+Candidates of a row are interleaved A B A B with an L2 that was overwritten before each call (cold) and without (warm);
+both sides are CUDA-graph replays where they can be captured. A row: median and 10-90 % range in ms, ms per 2^20
+token-heads, the bytes the design moves, and which share of their time at 4.3 TB/s the median is. Rows are ordered by
+importance, and those that the budget does not reach are named in the file. `--dry-run` runs tiny shapes on a CPU to
+prove the script, not the kernels: its times mean nothing.
+
+flash-linear-attention refuses its gated backward on Hopper with this Triton; its guard is lifted here for timing only,
+and its gradient errors against float64 are in the file next to its times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
+
+BANDWIDTH = 4.3e12
+SHAPES = [(8, 4096), (1, 32768), (1, 8192), (32, 1024), (4, 8192), (1, 2048), (1, 65536)]
+HEADS = [16, 32, 8, 64]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, device: str) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=dtype)
+
+
+def environment() -> dict:
+    """What the times depend on."""
+    report = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    try:
+        import triton
+
+        report["triton"] = triton.__version__
+    except ImportError:
+        report["triton"] = None
+    if torch.cuda.is_available():
+        report |= {"gpu": torch.cuda.get_device_name(), "driver": torch._C._cuda_getDriverVersion()}
+    report["ptxas"] = os.environ.get("TRITON_PTXAS_PATH", "bundled")
+    return report
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+def captured(call: Callable) -> tuple[Callable, bool]:
+    """A CUDA-graph replay of `call`, or `call` itself where it cannot be captured."""
+    if not torch.cuda.is_available():
+        return call, False
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return call, False
+    return graph.replay, True
+
+
+def one_time(call: Callable) -> float:
+    """Milliseconds of one call."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def interleaved(calls: dict[str, Callable], repeats: int) -> dict[str, dict[str, list[float]]]:
+    """{"cold" or "warm": {name: [median, 10 %, 90 %] in ms}}."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    flush = torch.empty(2**26 if device == "cuda" else 1, dtype=torch.int32, device=device)
+    result = {}
+    for kind in ("cold", "warm"):
+        times = {name: [] for name in calls}
+        for i in range(repeats + 3):
+            for name, call in calls.items():
+                if kind == "cold":
+                    flush.fill_(i)
+                elapsed = one_time(call)
+                if i >= 3:
+                    times[name].append(elapsed)
+        result[kind] = {}
+        for name, values in times.items():
+            values.sort()
+            tenth = len(values) // 10
+            result[kind][name] = [
+                round(x, 5) for x in (statistics.median(values), values[tenth], values[len(values) - 1 - tenth])
+            ]
+    return result
+
+
+# ---- the candidates -------------------------------------------------------------------------------------------------
+
+
+def reference_of(op: Callable, switch: str) -> Callable:
+    """`op` with the torch forms (`reference`) or the kernels (`auto`, `triton`)."""
+
+    def call(*args, **kwargs):
+        before = os.environ.get("LINEARIZE_KERNELS")
+        os.environ["LINEARIZE_KERNELS"] = switch
+        try:
+            return op(*args, **kwargs)
+        finally:
+            os.environ.pop("LINEARIZE_KERNELS") if before is None else os.environ.update(LINEARIZE_KERNELS=before)
+
+    return call
+
+
+def fla() -> dict[str, Callable]:
+    """flash-linear-attention's operators by our names, its Hopper guard lifted; {} where it cannot be imported."""
+    try:
+        import fla.ops.common.chunk_o as guarded
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except Exception as error:  # an incompatible install must not stop our own numbers
+        print("flash-linear-attention is not usable:", (str(error).splitlines() or [type(error).__name__])[0])
+        return {}
+    guarded.IS_NVIDIA_HOPPER = False
+    found = {"delta": lambda q, k, v, decay, beta: chunk_gated_delta_rule(q, k, v, decay, beta, scale=0.1)}
+    try:
+        from fla.ops.mesa_net import chunk_mesa_net
+
+        found["mesa"] = lambda q, k, v, decay, gain, ridge: (
+            chunk_mesa_net(q, k, v, decay, gain, ridge, max_CG_iteration=30),
+        )
+    except Exception as error:
+        print("without MesaNet of flash-linear-attention:", (str(error).splitlines() or [type(error).__name__])[0])
+    return found
+
+
+def cases(dry: bool) -> Iterator[dict]:
+    """All rows, the most important first."""
+    if dry:
+        sizes = {"batch": 1, "tokens": 70, "heads": 2, "dim": 16}
+        for op in ("delta", "centred", "mesa", "linear", "statistics"):
+            yield {"op": op, "group": 2, **sizes}
+        yield {"op": "delta", "group": 1, "packed": 2, **sizes}
+        for op in ("delta step", "centred step", "mesa step"):
+            yield {"op": op, "group": 1, **sizes | {"tokens": 1}}
+        return
+    main = {"batch": 8, "tokens": 4096, "heads": 16, "dim": 128}
+    for op in ("delta", "centred", "mesa"):
+        yield {"op": op, "group": 1, **main}
+    for op in ("delta step", "centred step", "mesa step"):
+        for batch in (32, 128, 1):
+            yield {"op": op, "group": 1, "batch": batch, "tokens": 1, "heads": 16, "dim": 128}
+    yield {"op": "delta", "group": 4, **main}
+    yield {"op": "delta", "group": 1, **main | {"dim": 64}}
+    yield {"op": "delta", "group": 1, "packed": 8, **main | {"batch": 1, "tokens": 32768}}
+    for op in ("linear", "statistics"):
+        yield {"op": op, "group": 1, **main}
+    for op in ("centred", "mesa"):
+        yield {"op": op, "group": 1, **main | {"dim": 64}}
+    for batch in (8, 64, 256):
+        yield {"op": "centred step", "group": 1, "batch": batch, "tokens": 1, "heads": 16, "dim": 128}
+    for batch, tokens in SHAPES:
+        for heads in HEADS:
+            if batch * tokens * heads <= 2**22:
+                yield {"op": "delta", "group": 1, "batch": batch, "tokens": tokens, "heads": heads, "dim": 128}
+
+
+def moved_bytes(case: dict, kind: str) -> float:
+    """Bytes the present design moves for a row in 16 bits; per-head scalars and chunk scalars counted as 64 bytes."""
+    dim = case["dim"]
+    work = case["batch"] * case["tokens"] * case["heads"]
+    row = 2 * dim
+    state = 2 * 4 * dim * dim
+    if case["op"].endswith("step"):
+        extra = 8 * dim * dim + 4 * dim * dim if case["op"].startswith("mesa") else 0
+        return work * (state + extra + 4 * row)
+    square = 4 * 64
+    forward = {"delta": 2 * row + square + 4 * row + square, "linear": 2 * row + square / 2 + 4 * row + square / 2}
+    forward["statistics"] = 2 * row + 2 * row + 4 * row
+    forward["centred"] = forward["statistics"] + forward["delta"] + row
+    # States (high and low, keys and values), inverses at every fourth chunk, and what a solve reads.
+    states = 2 * 2 * 2 * dim * dim / 64
+    forward["mesa"] = 4 * row + 2 * states + 2 * dim * dim / 64 + 4 * row + 4 * dim
+    backward = {"delta": 4 * dim * dim / 64 * 3 + 14 * row + 2 * square, "statistics": 12 * row}
+    backward["linear"] = backward["delta"]
+    backward["centred"] = backward["delta"] + backward["statistics"]
+    backward["mesa"] = 2 * forward["mesa"] + 2 * 2 * backward["delta"]
+    total = forward[case["op"]] + (backward[case["op"]] if kind == "both" else 0)
+    return work * (total + 64)
+
+
+def problem(case: dict, device: str) -> tuple[Callable, list[Tensor], Tensor]:
+    """(operator of the leaves, leaves, cotangent of its first result)."""
+    import linearize_kernels as ops
+
+    batch, tokens, heads, dim, group = (case[n] for n in ("batch", "tokens", "heads", "dim", "group"))
+    low = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    few = heads // group
+    q, k, v = (normal(batch, tokens, h, dim, dtype=low, device=device) for h in (heads, few, few))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    decay = -torch.nn.functional.softplus(normal(batch, tokens, heads, device=device) - 3)
+    beta = torch.rand(batch, tokens, heads, device=device)
+    slope = normal(batch, tokens, heads, dim, dtype=low, device=device)
+    write, zero = normal(batch, tokens, heads, device=device), torch.zeros(batch, tokens, heads, device=device)
+    ridge, balance = torch.full((heads, dim), 0.5, device=device), torch.zeros(heads, device=device)
+    cu = None
+    if case.get("packed"):
+        cu = torch.linspace(0, tokens, case["packed"] + 1, device=device).round().to(torch.int32)
+    memory = torch.zeros(batch, heads, dim, dim, device=device).mT
+    means = [torch.zeros(batch, heads, dim, device=device) for _ in range(2)]
+    norm = torch.zeros(batch, heads, device=device)
+    identity = [torch.eye(dim, device=device).repeat(batch, heads, 1, 1) for _ in range(2)]
+    calls = {
+        "delta": (lambda *x: ops.gated_delta(*x, scale=0.1, cu_seqlens=cu), [q, k, v, decay, beta]),
+        "linear": (lambda *x: ops.linear_attn(*x, scale=0.1), [q, k, v, decay, beta]),
+        "centred": (
+            lambda *x: ops.centred_gated_delta(*x[:8], read_mean=x[8]),
+            [q, k, v, write, decay, zero, zero.clone(), balance, torch.ones_like(balance)],
+        ),
+        "statistics": (
+            lambda k, v, w, f: ops.centre(k, v, w, f, ops.log_norm(w, f))[1:3],
+            [k, v, write, decay],
+        ),
+        "mesa": (lambda *x: ops.mesa(*x, max_iter=7, tol=1e-3), [q, k, v, decay, beta, ridge]),
+        "delta step": (lambda *x: ops.gated_delta_step(*x, state=memory), [q, k, v, decay, beta]),
+        "centred step": (
+            lambda *x: ops.centred_gated_delta_step(*x, state=(memory, *means, norm), read_mean=balance),
+            [q, k, v, write, decay, zero, zero.clone(), balance],
+        ),
+        "mesa step": (
+            lambda *x: ops.mesa_step(*x, state=(memory, identity[0]), preconditioner=identity[1], tol=1e-3),
+            [q, k, v, decay, beta, ridge],
+        ),
+    }
+    op, leaves = calls[case["op"]]
+    return op, leaves, slope
+
+
+def measure(case: dict, baselines: dict[str, Callable], repeats: int, device: str) -> dict:
+    """One row of the report."""
+    op, leaves, slope = problem(case, device)
+    step = case["op"].endswith("step")
+    kernels = os.environ.get("LINEARIZE_KERNELS", "auto")
+    candidates = {"kernels": reference_of(op, kernels)}
+    if case["batch"] * case["tokens"] * case["heads"] <= 2**19:
+        candidates["torch"] = reference_of(op, "reference")
+    if case["op"] in baselines and not case.get("packed") and case["group"] == 1:
+        candidates["fla"] = baselines[case["op"]]
+    row = {**case, "graph": {}, "notes": {}}
+    for kind in ("forward",) if step else ("forward", "both"):
+        calls = {}
+        for name, candidate in candidates.items():
+            ready = [x.detach() if step else x.detach().requires_grad_() for x in leaves]
+
+            def forward(candidate=candidate, ready=ready):
+                with torch.no_grad():
+                    return candidate(*ready)
+
+            def both(candidate=candidate, ready=ready):
+                return torch.autograd.grad(candidate(*ready)[0], ready, slope, allow_unused=True)
+
+            try:
+                call = forward if kind == "forward" else both
+                call()
+                calls[name], row["graph"][f"{name} {kind}"] = captured(call)
+            except Exception as error:  # a candidate that cannot run is a note in its row, not the end of all
+                row["notes"][f"{name} {kind}"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        times = interleaved(calls, repeats)
+        work = case["batch"] * case["tokens"] * case["heads"] / 2**20
+        floor = 1e3 * moved_bytes(case, kind) / BANDWIDTH
+        row[kind] = {"ms": times, "floor ms": round(floor, 5)}
+        for name, (median, *_) in times["cold"].items():
+            row[kind] |= {f"{name} ms per 2^20": round(median / work, 4)}
+        if "kernels" in times["cold"]:
+            row[kind]["share of floor"] = round(floor / max(times["cold"]["kernels"][0], 1e-9), 3)
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget-seconds", type=float, default=900.0, help="start no row after this long")
+    parser.add_argument("--only", default="", help="operators whose name contains this text")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on a CPU where there is no GPU")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not arguments.dry_run:
+        parser.error("no GPU here: --dry-run proves the script on a CPU")
+    os.environ.setdefault("LINEARIZE_KERNELS", "auto")
+    started = time.time()
+    report = {"environment": environment(), "dry run": arguments.dry_run, "rows": [], "not reached": []}
+
+    def save() -> None:
+        report["seconds"] = round(time.time() - started, 1)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+    baselines = {} if device == "cpu" else fla()
+    if "delta" in baselines:
+        from gpu_check import fla_errors
+
+        try:
+            report["gradient errors (ours, fla)"] = fla_errors(baselines["delta"])
+        except Exception as error:
+            report["gradient errors (ours, fla)"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    repeats = 2 if arguments.dry_run else arguments.repeats
+    for case in cases(arguments.dry_run):
+        if arguments.only not in case["op"]:
+            continue
+        if time.time() - started > arguments.budget_seconds:
+            report["not reached"].append(case)
+            continue
+        try:
+            row = measure(case, baselines, repeats, device)
+        except Exception as error:  # one broken row must not hide the others
+            row = {**case, "error": (str(error).splitlines() or [type(error).__name__])[0][:300]}
+        report["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        save()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    save()
+    print(f"{len(report['rows'])} rows, {len(report['not reached'])} not reached, {report['seconds']} s")
+    return 1 if any("error" in row for row in report["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

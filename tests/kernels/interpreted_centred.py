@@ -1,0 +1,106 @@
+"""The centred mixers' kernels in the interpreter; test_interpreted.py runs this file in a process of its own."""
+
+import interpreter  # noqa: F401
+import pytest
+import torch
+from linearize_kernels import mesa_step
+from linearize_kernels.conjugate import recurrent_mesa
+from test_centred import NAMES, STATES, check, check_steps, inputs
+from tolerances import TOLERANCE, assert_close
+
+
+@pytest.mark.parametrize("erase", [True, False])
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_equals_the_recurrence_on_unit_keys(tokens, erase):
+    check(inputs(tokens), (1e-11, 1e-10, 1e-10), erase)
+
+
+def test_packed_sequences_of_grouped_heads():
+    check(inputs(100, 2, (1, 2, 2), sequences=4), (1e-11, 1e-10, 1e-10), bounds=[0, 1, 66, 66, 100])
+
+
+def test_without_a_state():
+    x = inputs(70)
+    check({n: t for n, t in x.items() if n not in STATES}, (1e-11, 1e-10, 1e-10))
+
+
+def test_float32():
+    check(inputs(66, dims=(16, 16), dtype=torch.float32), TOLERANCE["float32 strong decay"])
+
+
+def test_tiny_shares_keep_their_digits():
+    """log(1 - b) of b = 1e-8 in float32, where 1 - b is 1."""
+    from linearize_kernels import reference
+    from linearize_kernels.ops import gates_fwd
+
+    write = torch.linspace(-20.0, 20.0, 64)[None, :, None].expand(1, 64, 1).contiguous()
+    zero = torch.zeros_like(write)
+    decay, _, _ = gates_fwd(write, zero, zero, zero[:, 0], zero, zero, None, None, None)
+    want, _, _ = reference.centred_gates(*(t.double() for t in (write, zero, zero, zero[:, 0], zero, zero)), None, None)
+    assert float(((decay - want) / want).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("erase,width", [(True, 1), (False, 3)])
+def test_steps(erase, width):
+    check_steps(inputs(4, 2, (1, 2, 2), dims=(20, 40)), erase, width)
+
+
+def test_steps_from_nothing():
+    x = inputs(3)
+    for name in STATES:
+        x[name] = torch.full_like(x[name], -torch.inf if name == "log_z" else 0.0)
+    check_steps(x, width=2, scales=1)
+
+
+@pytest.mark.parametrize("cached,width", [(False, 3), (True, 1)])
+def test_mesa_steps(cached, width):
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=make)
+
+    q, k, v = normal(1, 4, 2, 12), normal(1, 4, 1, 12), normal(1, 4, 2, 40)
+    decay, gain = -torch.rand(1, 4, 2, dtype=torch.float64), torch.rand(1, 4, 2, dtype=torch.float64)
+    ridge, root, add_to = 0.5 + torch.rand(2, 12, dtype=torch.float64), normal(1, 2, 12, 12), normal(1, 4, 2, 40)
+    Hkv, Hkk = normal(1, 2, 12, 40), root @ root.mT
+    want, last = recurrent_mesa(q, k, v, decay, gain, ridge, 0.7, (Hkv, Hkk))
+    state = Hkv.clone(), Hkk.clone()
+    preconditioner = torch.zeros_like(Hkk) if cached else None
+    outs = []
+    for a in range(0, 4, width):
+        rows = [x[:, a : a + width] for x in (q, k, v, decay, gain)]
+        o, same = mesa_step(
+            *rows, ridge, state=state, scale=0.7, add_to=add_to[:, a : a + width], preconditioner=preconditioner,
+            max_iter=40, tol=1e-12,
+        )  # fmt: skip
+        assert same is state
+        outs.append(o)
+        if cached and a == 0:
+            first = preconditioner.clone()
+    assert_close("o", torch.cat(outs, 1), want + add_to, 1e-10)
+    for a, b in zip(state, last, strict=True):
+        assert_close("state", a, b, 1e-12)
+    if cached:
+        # The first step had none and solved directly; the next ones took its inverse and left it.
+        assert float(first.abs().max()) > 0.9 and torch.equal(first, preconditioner)
+
+
+def test_the_operators_are_registered_soundly():
+    from linearize_kernels.ops import centred_step, gates_fwd, mesa_step
+
+    x = inputs(3, dims=(16, 16), dtype=torch.float32)
+    x["log_write"] = x["log_write"].clamp(min=-3)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    norm, rho2 = torch.randn(1, 3, 2), torch.rand(1, 3, 2)
+    leaves = [
+        t.requires_grad_()
+        for t in (*(x[n] for n in NAMES[3:5]), norm, x["log_z"].clone(), *(x[n] for n in NAMES[5:8]), rho2)
+    ]
+    torch.library.opcheck(gates_fwd, (*leaves, None), test_utils=tests)
+    flat = {n: t.detach() for n, t in x.items()}
+    call = [flat[n] for n in NAMES[:9]] + [flat["add_to"], 0.6] + [flat[n] for n in STATES] + [None] * 5
+    torch.library.opcheck(centred_step, tuple(call), test_utils=("test_schema", "test_faketensor"))
+    Hkk = torch.eye(16).expand(1, 2, 16, 16).contiguous()
+    gates = flat["log_forget"], flat["log_exponent"].abs(), torch.ones(2, 16)
+    call = (flat["q"], flat["k"], flat["v"], *gates, 1.0, flat["memory"], Hkk, torch.zeros_like(Hkk), 9, 1e-4, None)
+    torch.library.opcheck(mesa_step, call, test_utils=("test_schema", "test_faketensor"))
