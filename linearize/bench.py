@@ -48,12 +48,12 @@ def decode(source: str, options: Options, console: Console) -> dict:
     sides = {"student" if model.ours else "model": model}
     if options.teacher:
         fix = "leave out --teacher, or bench the teacher itself"
-        sides = {"teacher": open_named_teacher(model, say=console.line, fix=fix), **sides}
+        sides["teacher"] = open_named_teacher(model, say=console.line, fix=fix)
     device = pick_device(options.device)
     cells = []
     for side, part in sides.items():
         cells += _cells(side, part, options, device, console)
-    cells.sort(key=lambda cell: (cell["context"], cell["batch"]))
+    cells.sort(key=lambda cell: (cell["context"], cell["batch"], cell["model"] != "teacher"))
     report = {
         "linearize": linearize.__version__,
         "model": source,

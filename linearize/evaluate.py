@@ -102,7 +102,8 @@ def evaluate(source: str, options: Options, console: Console) -> dict:
         raise UserError("no such folder", value=source, fix="linearize convert MODEL DIR makes one")
     student = open_model(source, say=console.line)
     teacher = _teacher(student, options, console)
-    sides = {"teacher": teacher, "student": student} if teacher else {"student": student}
+    # The student first: its weights are what may not fit, and a teacher's hours of tasks would be lost.
+    sides = {"student": student, "teacher": teacher} if teacher else {"student": student}
     for model in sides.values():
         model.tokenizer  # noqa: B018  refuses a folder without one before anything is measured
     device = pick_device(options.device)

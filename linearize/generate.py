@@ -13,6 +13,8 @@ from linearize.console import Console
 from linearize.errors import UsageError, UserError
 from linearize.models import Model, free_memory, hushed, open_model, open_named_teacher, pick_device
 
+SIDES = ("teacher", "student")  # from left to right
+
 
 @dataclass(frozen=True)
 class Options:
@@ -66,7 +68,7 @@ class _Stream(TextStreamer):
 
 
 def generate(source: str, prompt: str, options: Options, console: Console) -> tuple[dict, bool]:
-    """Continue the prompt with the model `source`, and with its teacher before it where options say so.
+    """Continue the prompt with the model `source`, and then with its teacher where options say so.
 
     prompt: the text, or "-" to read it from stdin. Text appears on stdout as it is made; with the teacher on a terminal
     both answers appear side by side when they are there. Ctrl-C ends with what there is. Returns the report and whether
@@ -80,7 +82,7 @@ def generate(source: str, prompt: str, options: Options, console: Console) -> tu
     sides = {"student" if model.ours else "model": model}
     if options.teacher:
         fix = "leave out --teacher, or run linearize generate on the teacher itself"
-        sides = {"teacher": open_named_teacher(model, say=console.line, fix=fix), **sides}
+        sides["teacher"] = open_named_teacher(model, say=console.line, fix=fix)
     inputs = {side: _inputs(part, prompt, options) for side, part in sides.items()}
     device = pick_device(options.device)
 
@@ -95,7 +97,7 @@ def generate(source: str, prompt: str, options: Options, console: Console) -> tu
         if stopped:
             break
     if beside:
-        _show_beside({side: answer["text"] for side, answer in answers.items()}, sides)
+        _show_beside({side: answers[side]["text"] for side in SIDES if side in answers}, sides)
     report = {
         "model": source,
         "teacher": sides["teacher"].source if "teacher" in sides else None,

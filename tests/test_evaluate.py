@@ -299,7 +299,7 @@ def test_only_the_new_task_is_measured(model, task_folder, capsys, monkeypatch):
     include = ["--include-path", task_folder]
     run_json(capsys, model, "--tasks", "tiny_choice", *include)
     report, _ = run_json(capsys, model, "--tasks", "tiny_choice,tiny_second", *include)
-    assert asked[2:] == [("teacher", ["tiny_second"]), ("student", ["tiny_choice", "tiny_second"])]
+    assert asked[2:] == [("student", ["tiny_choice", "tiny_second"]), ("teacher", ["tiny_second"])]
     assert set(report["tasks"]) == {"tiny_choice", "tiny_second"}
     assert None not in [row["acc"]["teacher"] for row in report["tasks"].values()]
 
@@ -507,7 +507,7 @@ def test_damaged_weights(model, capsys):
 def test_task_that_fails_is_one_line(model, task_folder, capsys):
     (task_folder / "write.yaml").write_text(TASKS["write.yaml"].replace("max_gen_toks: 6", "max_gen_toks: 600"))
     line = refused(capsys, model, "--tasks", "tiny_write", "--include-path", task_folder, code=1)
-    assert "lm-eval stopped on teacher" in line and "600" in line
+    assert "lm-eval stopped on student" in line and "600" in line
 
 
 def test_identity_follows_the_files(model):

@@ -68,7 +68,7 @@ def test_greedy_text_streams_to_stdout(converted, capsys):
 def test_json_is_one_object(converted, teacher_folder, capsys):
     out, _ = run(capsys, converted, "one two", "--max-new-tokens", "9", "--teacher", "--json")
     report = json.loads(out)
-    assert list(report["answers"]) == ["teacher", "student"] and not report["stopped"]
+    assert list(report["answers"]) == ["student", "teacher"] and not report["stopped"]
     for side, folder in (("student", converted), ("teacher", teacher_folder("llama"))):
         answer = report["answers"][side]
         assert (answer["text"], answer["tokens"]) == greedy(folder, "one two", 9)
@@ -81,7 +81,7 @@ def test_teacher_beside_in_sections(converted, teacher_folder, capsys):
     teacher = teacher_folder("llama")
     out, _ = run(capsys, converted, "one two", "--max-new-tokens", "9", "--teacher")
     first, second = greedy(teacher, "one two", 9)[0], greedy(converted, "one two", 9)[0]
-    assert out == f"teacher: {teacher}\n\n{first}\n\nstudent: {converted}\n\n{second}\n"
+    assert out == f"student: {converted}\n\n{second}\n\nteacher: {teacher}\n\n{first}\n"
 
 
 def test_teacher_beside_in_columns_on_a_terminal(converted, teacher_folder, capsys, monkeypatch):
@@ -153,7 +153,7 @@ def test_ctrl_c_keeps_what_was_made(converted, capsys, monkeypatch, flags):
         assert report["stopped"] and report["answers"]["student"]["tokens"] == 3
         assert report["answers"]["student"]["text"] == greedy(converted, "one two", 3)[0]
     else:
-        assert out.endswith("\n") and "student" not in out, "the second model is not begun"
+        assert out.endswith("\n") and "teacher" not in out, "the second model is not begun"
         if not flags:
             assert out == greedy(converted, "one two", 3)[0] + "\n"
 
