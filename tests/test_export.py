@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,23 @@ def test_logits_are_the_sources(source, name, tmp_path):
             assert relative(got, expected) < 1e-5
         assert relative(got, expected) < 2e-3
         assert divergence(got, expected) < 1e-6
+
+
+@torch.no_grad()
+def test_from_teacher_to_native(source, tmp_path):
+    """convert writes gdn-native layers under the names that export and transformers expect."""
+    folder, _ = source("qwen2")
+    argv = f"convert {folder} {tmp_path / 'student'} --mixer gdn-native --keep-softmax 2 -q --sample {''!r} "
+    argv += "--calibrate-tokens 256 --calibrate-context 32 --align-tokens 0 --heldout-tokens 0"
+    assert cli.run(shlex.split(argv)) == 0
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert not [name for name in student.state_dict() if ".attn." in name and "o_proj" not in name]
+    run(tmp_path / "student", tmp_path / "out")
+    ids = text(2, 40)
+    want = student(ids, use_cache=False).logits
+    assert divergence(native(tmp_path / "out")(ids, use_cache=False).logits, want) < 1e-6
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Layers 0, 1, 3 are Gated DeltaNet" in card
 
 
 @torch.no_grad()

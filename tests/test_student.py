@@ -32,7 +32,7 @@ from linearize.student import (
     student_name,
 )
 
-GDN, STANDARD, TOY = {"kind": "gdn"}, {"kind": "gdn-standard"}, {"kind": "toy"}
+GDN, STANDARD, NATIVE, TOY = ({"kind": kind} for kind in ("gdn", "gdn-standard", "gdn-native", "toy"))
 LAYOUTS = {"hybrid": {0: GDN, 2: TOY}, "linear": {0: GDN, 1: STANDARD, 2: TOY, 3: GDN}}
 
 # Every family hybrid and fully linear; every kind of mixer alone, on one of them.
@@ -532,15 +532,23 @@ def test_bad_sections_are_refused():
 @pytest.mark.parametrize("name", TEACHERS)
 def test_names_and_mixer_tensors_are_exact(name):
     teacher = teacher_model(name)
-    mixers = LAYOUTS["linear"]
+    mixers = LAYOUTS["linear"] | {3: NATIVE}
     model = build_student(teacher.config, {"mixers": mixers}, device="meta")
     names = {student_name(n, mixers) for n in teacher.state_dict()}
     extra = mixer_tensors(model.config)
     state = model.state_dict()
-    assert names | set(extra) == set(state) and not names & set(extra)
+    assert (names - {None}) | set(extra) == set(state) and not names & set(extra)
     assert all(state[n].shape == shape and state[n].dtype == torch.float32 for n, shape in extra.items())
     assert all(tensor.is_meta for tensor in state.values())
-    assert student_name("model.layers.1.self_attn.q_proj.weight", {2: TOY}) == "model.layers.1.self_attn.q_proj.weight"
+
+
+def test_names_of_a_teachers_attention():
+    prefix = "model.layers.1.self_attn."
+    assert student_name(prefix + "q_proj.weight", {2: TOY}) == prefix + "q_proj.weight"
+    assert student_name(prefix + "q_proj.weight", {1: TOY}) == prefix + "attn.q_proj.weight"
+    assert student_name(prefix + "q_proj.weight", {1: NATIVE}) is None
+    assert student_name(prefix + "q_norm.weight", {1: NATIVE}) is None
+    assert student_name(prefix + "o_proj.weight", {1: NATIVE}) == prefix + "attn.o_proj.weight"
 
 
 @pytest.fixture(scope="module")
