@@ -1,6 +1,7 @@
 """TTT as linear attention (derivation.md §7): identities against autograd in float64, then the mixer and its start."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -9,9 +10,13 @@ from conftest import generator, perturb
 from linearize_kernels import gated_delta
 from slow import phi, slow_ttt
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from linearize.mixers import GDN, HeadShape, Sample, Segments
-from linearize.mixers.ttt import MOMENTUM, TTT, averaged_delta, features, landmarks
+from linearize.console import Console
+from linearize.convert import convert
+from linearize.mixers import GDN, TTT, HeadShape, Sample, Segments
+from linearize.mixers.ttt import MOMENTUM, averaged_delta, features, landmarks
+from linearize.recipe import Recipe
 
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
 SHAPE = HeadShape(hidden=12, q_heads=4, kv_heads=2, key_dim=8, value_dim=6)
@@ -416,3 +421,42 @@ def test_momentum_starts_where_it_says():
     mixer = TTT(SHAPE, ttt_momentum=True)
     torch.testing.assert_close(mixer.momentum.sigmoid(), torch.full((4,), MOMENTUM))
     assert not mixer.share.any()
+
+
+# A model
+
+
+def test_converted_reloaded_and_generating(teacher_folder, tmp_path):
+    """A model of nothing but ttt and k-cache: what convert writes loads, answers, and has what was asked for."""
+    values = {
+        "convert.mixer": "0=ttt,1=k-cache,2=ttt,rest=k-cache",
+        "convert.keep_softmax": "none",
+        "calibrate.tokens": 288,
+        "calibrate.select_tokens": 192,
+        "calibrate.context": 48,
+        "calibrate.ttt_width": 5,
+        "calibrate.ttt_momentum": True,
+        "align.tokens": 192,
+        "align.context": 48,
+        "align.batch_tokens": 96,
+        "data.heldout_tokens": 480,
+        "run.device": "cpu",
+    }
+    out = tmp_path / "out"
+    record = convert(str(teacher_folder("llama")), out, Recipe.from_values(values), Console(quiet=True))
+    assert [layer["kind"] for layer in record["layers"]] == ["ttt", "k-cache", "ttt", "k-cache"]
+    for layer in record["layers"]:
+        assert 0 < layer["ladder"]["full"] <= layer["ladder"]["mean"] and math.isfinite(layer["ladder"]["output"])
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    mixers = [layer.self_attn.mixer for layer in model.model.layers]
+    assert [mixer.kind for mixer in mixers] == ["ttt", "k-cache", "ttt", "k-cache"]
+    assert mixers[0].hidden.shape[1] == 5 and mixers[0].moves
+
+    ids = torch.randint(4, 260, (2, 9), generator=generator(0))
+    mask = torch.ones_like(ids)
+    ids[1, :4], mask[1, :4] = 0, 0
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(ids, attention_mask=mask, **options)
+    for row, start in ((0, 0), (1, 4)):
+        alone = model.generate(ids[row : row + 1, start:], use_cache=False, **options)
+        assert torch.equal(tokens[row, 9:], alone[0, 9 - start :])
