@@ -130,8 +130,13 @@ class Console:
             self._warned.add(text)
             self._write(f"warning: {one_line(text)}", style="yellow")
 
-    def error(self, error: BaseException) -> None:
-        """`error: ...`, one line in red on stderr; with verbose the traceback goes before it."""
+    def error(self, error: BaseException, everywhere: bool = False) -> None:
+        """`error: ...`, one line in red on stderr; with verbose the traceback goes before it.
+
+        everywhere: also in a process that is otherwise silent, which then says its rank.
+        """
+        if everywhere and self._silent:
+            print(f"process {os.environ['RANK']}: error: {one_line(error)}", file=sys.stderr, flush=True)
         if self.verbose and not self._silent:
             traceback.print_exception(error, file=sys.stderr)
         self._write(f"error: {one_line(error) or type(error).__name__}", style="bold red")
