@@ -88,6 +88,11 @@ def passes(options: Distill, here: Processes) -> list[Pass]:
     return found
 
 
+def splits_weights(options: Distill, here: Processes) -> bool:
+    """Whether the processes share the weights among them rather than hold all of them each."""
+    return here.world > 1 and (options.shard == "full" or (options.shard == "auto" and sharded_by_launcher()))
+
+
 # ---- what trains ----------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +246,7 @@ class Trainer:
         teacher.eval().requires_grad_(False)
         self.student = student
         module = Comparison(student, options.temperature)
-        full = here.world > 1 and (options.shard == "full" or (options.shard == "auto" and sharded_by_launcher()))
+        full = splits_weights(options, here)
         if full:
             shard(module, student.model.layers, here)
             # The head is used outside the base model's forward, so it stays whole.
@@ -254,7 +259,7 @@ class Trainer:
         self.weights = {n: p for n, p in student.named_parameters() if p.requires_grad and p.numel()}
         self.module = module
         if here.world > 1 and not full:
-            self.module = DistributedDataParallel(module, broadcast_buffers=False)
+            self.module = DistributedDataParallel(module)
         self.targets = Targets(teacher, options, identity or {})
         self.optimizer = torch.optim.AdamW(
             [{"params": ps, "mixer": name != "rest"} for name, ps in parameter_groups(student).items()],
@@ -594,5 +599,4 @@ def memory_needed(student: nn.Module, teacher: nn.Module, options: Distill, here
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in student.parameters() if not p.requires_grad)
     of_teacher = sum(p.nbytes for p in teacher.parameters())
-    full = here.world > 1 and (options.shard == "full" or (options.shard == "auto" and sharded_by_launcher()))
-    return (trained * bytes_each + 4 * frozen + of_teacher) // (here.world if full else 1)
+    return (trained * bytes_each + 4 * frozen + of_teacher) // (here.world if splits_weights(options, here) else 1)

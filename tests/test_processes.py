@@ -1,7 +1,9 @@
 """Two processes on one CPU: as one process but for rounding, split or repeated; and resumed by another number."""
 
 import json
+import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,57 +15,76 @@ from test_convert import FAST, run_convert, same_bits, tensors_of
 from test_convert import one_thread as one_thread
 from test_convert_distill import SHORT, lines_of
 
+from linearize import cli
+from linearize.distill import Trainer
 from linearize.processes import Processes, join
 
 ROOT = Path(__file__).resolve().parents[1]
 # Several steps of both stages; the third layer is left over when two processes share three.
 CHANGES = SHORT | {"convert_keep_softmax": "3", "distill_tokens": 4 * 96, "distill_save_steps": 2}
 
-# Stops, as a kill would, once a number of steps of distillation is done.
-STOPPING = """
-import os, signal, sys
-from linearize import cli
-from linearize.distill import Trainer
 
-save, stop = Trainer.save, int(sys.argv[1])
+def job(command: list[str], environ: dict[str, str], stop: int, said: str) -> None:
+    """One process of a run, which dies with its fellows once `stop` steps of distillation are done and saved."""
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = open(said, "w")
+    save = Trainer.save
 
-def save_and_die(self, run):
-    save(self, run)
-    if self.progress.step == stop:
-        self.here.wait()
-        os._exit(9)
+    def save_and_die(self, run):
+        save(self, run)
+        if self.progress.step == stop:
+            self.here.wait()
+            os._exit(9)
 
-Trainer.save = save_and_die
-sys.exit(cli.run(sys.argv[2:]))
-"""
+    Trainer.save = save_and_die
+    code = cli.run(command)
+    sys.stderr.flush()
+    os._exit(code)
 
 
-def convert_with(world: int, folder, out: Path, *, stop: int = 0, launcher=(), environ=None, **changes) -> str:
-    """The command in `world` processes; returns what was said. stop: the step of distillation after which it dies."""
-    settings = FAST | {name.replace("_", ".", 1): value for name, value in (CHANGES | changes).items()}
-    command = ["convert", str(folder), str(out), *(w for n, v in settings.items() for w in ("-s", f"{n}={v}"))]
-    script = out.parent / "stopping.py"
-    script.write_text(STOPPING)
+@pytest.fixture(scope="module")
+def convert_with(tmp_path_factory):
+    """A function that runs the command in `world` processes and returns what the first one said.
+
+    stop: all of them die once that many steps of distillation are done. fails: the second one's exit code; what each
+    process said is returned.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["linearize.convert", "accelerate"])
+
+    def run(world: int, folder, out: Path, *, stop: int = 0, fails: int = 0, **changes):
+        settings = {name.replace("_", ".", 1): value for name, value in (CHANGES | changes).items()}
+        flags = [w for name, value in (FAST | settings).items() for w in ("-s", f"{name}={value}")]
+        port, log = free_port(), tmp_path_factory.mktemp("said")
+        started = []
+        for rank in range(world):
+            environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            command = ["convert", str(folder), str(out), *flags]
+            process = context.Process(target=job, args=(command, environ, stop, str(log / str(rank))))
+            process.start()
+            started.append(process)
+        for process in started if not fails else started[1:]:
+            process.join()
+        if fails:  # as a launcher does
+            started[0].kill()
+            started[0].join()
+        said = [(log / str(rank)).read_text() for rank in range(world)]
+        if fails:
+            assert started[1].exitcode == fails, said
+            return said
+        assert [process.exitcode for process in started] == [9 if stop else 0] * world, said
+        assert not any(line for text in said[1:] for line in text.splitlines() if "Warning" not in line), said[1:]
+        return said[0]
+
+    return run
+
+
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port} | (environ or {})
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    if launcher:
-        words = [*launcher, f"--main_process_port={port}", "-m", "linearize", *command]
-        done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stderr
-    started = []
-    for rank in range(world):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-        words = [sys.executable, str(script), str(stop), *command]
-        started.append(subprocess.Popen(words, env=env | ranks, stdout=-1, stderr=-1, text=True))
-    said = [process.communicate(timeout=300) for process in started]
-    for process, (printed, error) in zip(started, said, strict=True):
-        assert process.returncode == (9 if stop else 0), error[-3000:]
-        assert process is started[0] or printed == "", "only the first process prints"
-    return said[0][1]
+        return str(free.getsockname()[1])
 
 
 def close(one: Path, other: Path, tolerance: float = 2e-4) -> None:
@@ -85,7 +106,7 @@ def alone(teacher_folder, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "full"])
-def test_two_processes_are_one(alone, tmp_path, shard):
+def test_two_processes_are_one(alone, convert_with, tmp_path, shard):
     folder, whole, record = alone
     out = tmp_path / "out"
     said = convert_with(2, folder, out, distill_shard=shard)
@@ -105,7 +126,7 @@ def test_two_processes_are_one(alone, tmp_path, shard):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first, then, shard", [(2, 1, "full"), (1, 2, "full"), (2, 1, "none")])
-def test_another_number_of_processes_goes_on(alone, tmp_path, first, then, shard):
+def test_another_number_of_processes_goes_on(alone, convert_with, tmp_path, first, then, shard):
     folder, whole, record = alone
     out = tmp_path / "out"
     order = {"align_order": "calibrate-first", "distill_shard": shard}
@@ -121,13 +142,28 @@ def test_another_number_of_processes_goes_on(alone, tmp_path, first, then, shard
 
 @pytest.mark.slow
 def test_accelerates_own_command_and_configuration(alone, tmp_path):
-    """The shipped FSDP configuration, but for a machine without a GPU."""
+    """The shipped FSDP configuration, with the run on the CPU: both processes are there and weights are split."""
     folder, whole, _ = alone
-    config = ROOT / "recipes/accelerate/fsdp2.yaml"
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(config), "--cpu", "--num_processes=2")
-    said = convert_with(2, folder, tmp_path / "out", launcher=launcher)
-    assert "distill: " in said
+    settings = FAST | {name.replace("_", ".", 1): value for name, value in CHANGES.items()}
+    flags = [w for name, value in settings.items() for w in ("-s", f"{name}={value}")]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launch += [str(ROOT / "recipes/accelerate/fsdp2.yaml"), "--num_processes=2"]
+    launch += [f"--main_process_port={free_port()}", "-m", "linearize", "convert", str(folder), str(tmp_path / "out")]
+    done = subprocess.run([*launch, *flags], env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "split over 2 processes" in done.stderr, done.stderr[-3000:]
     close(whole, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_an_error_in_any_process_is_said(alone, convert_with, tmp_path):
+    """Layer 1 belongs to the second process: its alignment diverges there, and the first has nothing to say of it."""
+    said = convert_with(2, alone[0], tmp_path / "out", fails=1, align_lr=1e30, align_lr_min=1.0)
+    assert re.search(r"^process 1: error: alignment of layer 1 diverged at step .* lower align.lr$", said[1], re.M), (
+        said
+    )
+    assert "Traceback" not in said[0] + said[1]
 
 
 def test_alone_without_a_launcher(monkeypatch):
