@@ -50,8 +50,10 @@ class Moments:
 
     def add(self, terms: Tensor, target: Tensor, half: int) -> None:
         """terms: [N, H, F, V], target: [N, H, V]."""
-        self.gram[half] = self.gram[half] + torch.einsum("nhfv,nhgv->hfg", terms, terms).double()
-        self.cross[half] = self.cross[half] + torch.einsum("nhfv,nhv->hf", terms, target).double()
+        rows = terms.permute(1, 2, 0, 3).flatten(2)  # copied once; an einsum would copy it for each operand
+        self.gram[half] = self.gram[half] + (rows @ rows.mT).double()
+        column = target.transpose(0, 1).flatten(1)[..., None]
+        self.cross[half] = self.cross[half] + (rows @ column)[..., 0].double()
         self.power[half] = self.power[half] + target.square().sum((0, 2)).double()
 
     def fit(self, index: Tensor, *, both: bool = False) -> Tensor:
