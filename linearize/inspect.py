@@ -10,7 +10,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -405,7 +405,7 @@ def _diagnose(
     teacher: Teacher, i: int, layer: nn.Module, batches: Sequence[Batch], kinds: Sequence[str], recipe: Recipe, bar
 ) -> dict:
     """Everything about one layer, as the JSON object has it."""
-    shape = HeadShape.from_config(teacher.config)
+    shape = replace(HeadShape.from_config(teacher.config), itemsize=teacher.dtype.itemsize)
     first = batches[0].seen
     attention = Attention.empty(shape.q_heads, first.q.device)
     softcap = getattr(teacher.config, "attn_logit_softcapping", None)

@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -268,10 +268,10 @@ def make_plan(
     model = empty_model(family, config, source.model, source.shapes)
     _check_tensors(source, model, family)
     blocks = model.model.layers
-    shape = HeadShape.from_config(config)
     specs = recipe.mixer_specs(len(blocks))
     dtype = source.dtype if recipe.run.dtype == "auto" else getattr(torch, recipe.run.dtype)
-    layers = [_layer(i, block, family, config, shape, specs.get(i), dtype.itemsize) for i, block in enumerate(blocks)]
+    shape = replace(HeadShape.from_config(config), itemsize=dtype.itemsize)
+    layers = [_layer(i, block, family, config, shape, specs.get(i)) for i, block in enumerate(blocks)]
 
     parameters = _count(model)
     new = sum(layer.mixer_parameters for layer in layers)
@@ -400,7 +400,6 @@ def _layer(
     config: PreTrainedConfig,
     shape: HeadShape,
     spec: dict | None,
-    itemsize: int,
 ) -> LayerPlan:
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -421,7 +420,7 @@ def _layer(
         becomes=spec["kind"] if spec else now,
         parameters=_count(getattr(block, family.attention)),
         mixer_parameters=mixer_parameters,
-        kv_bytes_per_token=itemsize * shape.kv_heads * (shape.key_dim + shape.value_dim),
+        kv_bytes_per_token=shape.itemsize * shape.kv_heads * (shape.key_dim + shape.value_dim),
         window=window,
         state_bytes=state,
         state_bytes_per_token=growth,

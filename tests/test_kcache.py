@@ -1,5 +1,6 @@
 """Softmax over a K-only cache (derivation.md §7, §8): the identities in float64, then the mixer and its start."""
 
+import dataclasses
 import math
 
 import pytest
@@ -217,6 +218,8 @@ def test_the_cache_keeps_the_keys_as_they_came(dtype):
 def test_state_bytes_grow_with_the_keys(tokens, options):
     grown = KCache.state_bytes(SHAPE, tokens, **options) - KCache.state_bytes(SHAPE, **options)
     assert grown == tokens * (4 * 2 * 8 + 1)
+    half = dataclasses.replace(SHAPE, itemsize=2)
+    assert KCache.state_bytes(half, tokens, **options) == KCache.state_bytes(SHAPE, tokens, **options) - tokens * 32
     if tokens:
         _, state = call(KCache(SHAPE, **options), [x.float() for x in text(3, tokens)], output_state=True)
         assert KCache.state_bytes(SHAPE, tokens, **options) == sum(x.nbytes for x in state.values()) // 3

@@ -91,6 +91,15 @@ def test_kv_bytes_are_those_of_a_real_cache(teacher, capsys):
     assert plan_json(capsys, teacher.folder)["layers"][0]["kv_bytes_per_token"] * 7 == held
 
 
+def test_a_cache_of_keys_grows_by_half(teacher, capsys):
+    said = plan_json(capsys, teacher.folder, "--mixer", "k-cache", "--keep-softmax", "none")
+    keys = 2 * 2 * 24 + 1  # bf16 bytes, KV heads, key; whether the token is real
+    state = said["layers"][0]["state_bytes"]
+    assert {layer["state_bytes_per_token"] for layer in said["layers"]} == {keys}
+    for at in said["cache"]:
+        assert at["student"] == 4 * (state + keys * at["tokens"])
+
+
 def test_token_budget(teacher, capsys):
     said = plan_json(
         capsys, teacher.folder, "--align-tokens", "100k", "--align-batch-tokens", "4096", *("-s", *KEEP_LAST)

@@ -29,6 +29,7 @@ class HeadShape:
     key_dim: int
     value_dim: int
     norm_eps: float = 1e-6  # of the model's own norms
+    itemsize: int = 4  # bytes of a number of q, k and v, for what is cached as it comes
 
     @property
     def group(self) -> int:

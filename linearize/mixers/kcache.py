@@ -165,7 +165,7 @@ class KCache(CentredMixer):
     @classmethod
     def state_bytes(cls, shape: HeadShape, tokens: int = 0, *, taps: int = 4, time_scales: int = 3) -> int:
         constant = super().state_bytes(shape, taps=taps, time_scales=time_scales)
-        return constant + tokens * (4 * shape.kv_heads * shape.key_dim + 1)
+        return constant + tokens * (shape.itemsize * shape.kv_heads * shape.key_dim + 1)
 
     def start(self, samples: list[Sample], scale: float, select: int) -> dict[str, list[float]]:
         """Choose r, forgetting, ridge and time scales, and fit the readout (§6); gate weights stay zero (§5).
