@@ -327,8 +327,7 @@ def mesa_step_kernel(
         x = tl.zeros([BK], dtype=ACC)
         norm = tl.sqrt(tl.sum(left * left, axis=0))
         if CACHED:
-            inverse = load_square(M + line * K * K, K, BK).to(ACC)
-            p = times(inverse, left)
+            p = times(load_square(M + line * K * K, K, BK).to(ACC), left)
             rz = tl.sum(left * p, axis=0)
             i = tl.cast(0, tl.int32)
             while (i < max_iter) & (norm > tol) & (rz > 0):
@@ -338,7 +337,8 @@ def mesa_step_kernel(
                 x += step * p
                 left -= step * Ap
                 norm = tl.sqrt(tl.sum(left * left, axis=0))
-                z = times(inverse, left)
+                # From the cache every time: with A it would not fit the registers.
+                z = times(load_square(M + line * K * K, K, BK).to(ACC), left)
                 new = tl.sum(left * z, axis=0)
                 p = z + (new / rz) * p
                 rz = new
@@ -373,7 +373,7 @@ def mesa_step_kernel(
 
 
 # (K rounded up to a power of two) -> (tile of values, warps): Hkk and its inverse stay in registers
-MESA = {32: (32, 2), 64: (32, 8), 128: (32, 32)}
+MESA = {32: (32, 2), 64: (32, 8), 128: (16, 8)}
 
 
 def mesa_step(

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import centring, decode, delta, gates, lognorm, ridge
 from .common import CHUNK, ROWS, Chunks
 from .grads import sum_group
-from .selfcheck import mean_warps_for, warps_for
+from .selfcheck import mean_warps_for, mesa_warps_for, warps_for
 
 
 @torch.library.custom_op("linearize_kernels::delta_fwd", mutates_args=())
@@ -257,9 +257,10 @@ def mesa_fwd(
     Hkk: Tensor | None, cu_seqlens: Tensor | None, add_to: Tensor | None, scale: float, max_iter: int, tol: float,
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    warps = mesa_warps_for(k.shape[-1], v.shape[-1], k.dtype, k.device)
     return ridge.forward(
-        q, k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, add_to, scale, max_iter, tol, final
-    )  # fmt: skip
+        q, k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, add_to, scale, max_iter, tol, final, warps
+    )
 
 
 @mesa_fwd.register_fake
@@ -283,9 +284,11 @@ def mesa_bwd(
     Hkk: Tensor | None, cu_seqlens: Tensor | None, solution: Tensor, do: Tensor, d_Hkv: Tensor | None,
     d_Hkk: Tensor | None, scale: float, max_iter: int, tol: float, d_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    warps = mesa_warps_for(k.shape[-1], v.shape[-1], k.dtype, k.device)
     return ridge.backward(
-        k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution, do, d_Hkv, d_Hkk, scale, max_iter, tol, d_initial
-    )
+        k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution, do, d_Hkv, d_Hkk, scale, max_iter, tol,
+        d_initial, warps,
+    )  # fmt: skip
 
 
 @mesa_bwd.register_fake

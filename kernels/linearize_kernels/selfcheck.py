@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import centring, delta, grads, reference
+from . import centring, delta, grads, reference, ridge
+from .conjugate import recurrent_mesa
 
 SAFE_WARPS = 2
 # (outputs and states, gradients of rows, gradients of per-head scalars): twice what the tests allow.
@@ -160,6 +161,36 @@ def measure_means(dim: int, dtype: torch.dtype, device, warps: int | None) -> di
     return errors
 
 
+def measure_mesa(key_dim: int, value_dim: int, dtype: torch.dtype, device, warps: int | None) -> dict[str, float]:
+    """As `measure`, for MesaNet: outputs, states and all gradients against direct solves."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    q, k, v, log_decay, _, gain, Hkv = problem(key_dim, value_dim, dtype, True, device)
+    log_decay = 0.1 * log_decay
+    make = torch.Generator().manual_seed(10)
+    root = torch.randn(1, 2, key_dim, key_dim, generator=make).to(device) * key_dim**-0.5
+    inputs = [q, k, v, log_decay, gain, 0.2 + torch.rand(2, key_dim, generator=make).to(device), Hkv, root @ root.mT]
+    exact = [x.double().requires_grad_() for x in inputs]
+    o, last = recurrent_mesa(*exact[:6], 0.5, tuple(exact[6:]))
+    do, d_kv, d_kk = (torch.randn(x.shape, generator=make).to(device) for x in (o, *last))
+    do, d_kk = do.to(dtype), d_kk + d_kk.mT
+    slopes = torch.autograd.grad([o, *last], exact, [x.double() for x in (do, d_kv, d_kk)])
+    want = [o.detach(), *(x.detach() for x in last), *slopes[:7], (slopes[7] + slopes[7].mT) / 2]
+    solve, runs = (400, 1e-4), []
+    for _ in range(2):
+        o, kv, kk, _, solution = ridge.forward(*inputs, None, None, 0.5, *solve, True, warps)
+        y, dk, dv, gates, d_ridge, *first = ridge.backward(
+            *inputs[1:], None, solution, do, d_kv, d_kk, 0.5, *solve, True, warps
+        )
+        runs.append([o, kv, kk, y, dk, dv, *gates, d_ridge, *first])
+    names = "o", "final kv", "final kk", "dq", "dk", "dv", "dlog_decay", "dgain", "dridge", "dstate kv", "dstate kk"
+    errors = {}
+    for name, first, second, true in zip(names, *runs, want, strict=True):
+        error = ((first.double() - true).square().mean() / true.square().mean()).sqrt()
+        errors[name] = float(error) if torch.equal(first, second) and torch.isfinite(error) else float("inf")
+    return errors
+
+
 def passes(errors: dict[str, float], dtype: torch.dtype) -> bool:
     """Whether every error is within `LIMITS`."""
     outputs, row_gradients, scalar_gradients = LIMITS[dtype]
@@ -231,3 +262,9 @@ def warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, dev
 def mean_warps_for(dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
     """`warps_for` of the running means."""
     return _checked((dim, dtype), dtype, device, lambda warps: measure_means(dim, dtype, device, warps))
+
+
+def mesa_warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
+    """`warps_for` of MesaNet."""
+    case = "mesa", key_dim, value_dim, dtype
+    return _checked(case, dtype, device, lambda warps: measure_mesa(*case[1:], device, warps))

@@ -141,3 +141,10 @@ def test_the_operators_are_registered_soundly():
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     call = (*leaves[:8], None, leaves[8], 0.7, 20, 1e-12, True)
     torch.library.opcheck(mesa_fwd, call, test_utils=tests)
+
+
+def test_the_self_check_passes_here():
+    from linearize_kernels import selfcheck
+
+    errors = selfcheck.measure_mesa(16, 16, torch.float16, torch.device("cpu"), None)
+    assert selfcheck.passes(errors, torch.float16), errors

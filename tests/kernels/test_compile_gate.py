@@ -12,7 +12,13 @@ import compile_gate  # noqa: E402
 import triton  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-CHOSEN = ("prep bf16 K=128 V=128", "scan out bf16 K=64 V=64", "reverse bf16 K=128 V=128", "grads bf16 K=64 V=64")
+CHOSEN = (
+    "prep bf16 K=128 V=128",
+    "scan out bf16 K=64 V=64",
+    "reverse bf16 K=128 V=128",
+    "grads bf16 K=64 V=64",
+    "gates grads",
+)
 
 
 @pytest.mark.skipif(not (TOOLS / "ptxas").exists() or not (TOOLS / "cuobjdump").exists(), reason="triton without ptxas")
@@ -23,9 +29,12 @@ def test_launch_compiles_for_hopper(name):
 
 
 def test_the_verdict_refuses_spills_and_register_operands():
-    fine = {"register_a": 0, "stack": 0, "shared": 1024}
+    fine = {"register_a": 0, "stack": 0, "shared": 1024, "registers": 100}
     assert compile_gate.verdict(fine, "bf16") is None
     assert "registers" in compile_gate.verdict({**fine, "register_a": 1}, "bf16")
     assert "spills" in compile_gate.verdict({**fine, "stack": 8}, "bf16")
     assert compile_gate.verdict({**fine, "stack": 8}, "fp32") is None
     assert "shared" in compile_gate.verdict({**fine, "shared": 2**18}, "bf16")
+    assert compile_gate.verdict(fine, "bf16", "scan", {"scan": 92}) is None
+    assert "91 registers before" in compile_gate.verdict(fine, "bf16", "scan", {"scan": 91})
+    assert compile_gate.verdict({**fine, "stack": 64}, "bf16", "step mesa bf16 K=128 V=128") is None
