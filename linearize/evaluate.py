@@ -26,7 +26,7 @@ from linearize.teacher import BlockRunner
 PERPLEXITY_TOKENS = 65_536  # of --data, in whole documents
 PROMPTS = 4  # of recall, at each length
 SAMPLES = 16  # of repetition
-PARITY = 2, 256  # rows and tokens
+PARITY = 2, 128  # rows and tokens
 CACHE_FORMAT = 1
 
 
@@ -302,7 +302,7 @@ class Tasks:
         if retained and len(retained["tasks"]) > 1:
             rows.append(_line(f"mean of {len(retained['tasks'])}", "accuracy", retained, both))
         limit = self.settings.limit
-        title = source if limit is None else f"{source}: the first {limit} documents of each task, a test only"
+        title = source if limit is None else f"{source}: --limit {limit}, a test only"
         columns = ("task", "metric", "teacher", "student", "retained", "above\nchance")
         if not both:
             columns = ("task", "metric", "score", "chance")
@@ -437,7 +437,7 @@ class Perplexity(Job):
                 ratio = compared["ratio"].get(name.partition("_")[0])
                 row.append(None if ratio is None else f"x {ratio:.3f}")
             rows.append(row)
-        title = f"perplexity: {compared['tokens']} tokens of {compared['text']['source']}, context {self.context}"
+        title = f"perplexity: {compared['tokens']} tokens, {compared['text']['source']} text, context {self.context}"
         console.table(title, _columns("", compared, ("ratio",) if "ratio" in compared else ()), rows)
 
 

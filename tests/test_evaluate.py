@@ -338,7 +338,7 @@ def test_tables(model, task_folder, capsys, short):
     argv = f"eval {model} --tasks tiny_choice,tiny_rolling,tiny_second,perplexity,parity,recall,repetition --limit 2"
     assert cli.run([*argv.split(), "--include-path", str(task_folder), "--lengths", "64", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert "first 2 documents of each task, a test only" in out
+    assert "--limit 2, a test only" in out
     for words in ("retained", "mean of 2", "word perplexity", "token by token", "recall", "repeated 4-grams"):
         assert words in out
     assert max(len(line.rstrip()) for line in out.splitlines() if str(model) not in line) <= 80
