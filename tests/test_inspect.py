@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from linearize import cli, plots
 from linearize import inspect as module
+from linearize.card import licence_of
 from linearize.console import Console
 from linearize.convert import convert
 from linearize.data import documents, open_sources, pack_rows
@@ -270,9 +272,12 @@ def test_tables_fit_a_hundred_columns(capsys):
 def test_a_converted_folder_shows_its_teacher_and_what_came_of_it(teacher_folder, tmp_path):
     changes = {"align.tokens": 96, "align.context": 24, "align.batch_tokens": 48, "data.heldout_tokens": 0}
     recipe = Recipe.from_values(FAST | changes | {"convert.keep_softmax": "2,3", "calibrate.select_tokens": 64})
-    record = convert(str(teacher_folder("llama-tied")), tmp_path / "out", recipe, Console(quiet=True))
+    teacher = shutil.copytree(teacher_folder("llama-tied"), tmp_path / "teacher")
+    (teacher / "README.md").write_text("---\nlicense: mit\n---\n")
+    record = convert(str(teacher), tmp_path / "out", recipe, Console(quiet=True))
+    assert licence_of(tmp_path / "out") == {"license": "mit"}, "the teacher's, in the card of the result"
     found = look(tmp_path / "out", layers="1-2", mixers="gdn-standard")
-    direct = look(teacher_folder("llama-tied"), layers="1-2", mixers="gdn-standard")
+    direct = look(teacher, layers="1-2", mixers="gdn-standard")
     assert found["teacher"] == direct["teacher"] and found["model"] == str(tmp_path / "out")
     one, two = found["layers"]
     assert two.pop("converted") is None

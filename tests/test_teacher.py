@@ -429,7 +429,7 @@ def test_hub_downloads_config_first_then_the_shards(teacher_folder, tmp_path, mo
     assert teacher.revision == COMMIT and teacher.source == "someone/tiny"
     (_, first_revision, first), (_, second_revision, second) = hub.calls
     assert (first_revision, second_revision) == ("main", COMMIT)
-    assert "config.json" in first and "tokenizer.json" in first and "model.safetensors.index.json" in first
+    assert {"config.json", "tokenizer.json", "README.md"} <= set(first) and "model.safetensors.index.json" in first
     assert not any(name.endswith((".safetensors", ".bin", ".py")) for name in first)
     assert second == sorted(p.name for p in source.glob("model-*.safetensors"))
     assert torch.equal(teacher.tensors.get("model.norm.weight"), tensors["model.norm.weight"])
