@@ -315,13 +315,14 @@ def mesa_step_kernel(
         queries = tl.load(q + t * q_token + key, mask=in_key, other=0.0).to(ACC)
         keys = tl.load(k + t * k_token + key, mask=in_key, other=0.0).to(ACC)
         write = tl.load(gain + batch * gain_batch + t * gain_token + head * gain_head).to(ACC)
-        # Kept in registers no longer than needed: a thread reads back what it wrote itself.
+        # In registers no longer than needed, and read back after a barrier.
         A = load_square(Hkk + line * K * K, K, BK).to(ACC)
         if DECAY:
             kept = tl.exp(tl.load(log_decay + batch * decay_batch + t * decay_token + head * decay_head).to(ACC))
             A *= kept
         A += (write * keys)[:, None] * keys[None, :]
         store_square(Hkk + line * K * K, A.to(Hkk.dtype.element_ty), K, BK)
+        tl.debug_barrier()
         size = tl.maximum(tl.sqrt(tl.sum(queries * queries, axis=0)), 1e-30)
         left = queries * (1.0 / size)
         x = tl.zeros([BK], dtype=ACC)
@@ -352,6 +353,7 @@ def mesa_step_kernel(
             left -= times(load_square(Hkk + line * K * K, K, BK).to(ACC), first) + shift * first
             x += first + times(swept, left * (1.0 / whole))
             if CACHED:
+                tl.debug_barrier()
                 store_square(M + line * K * K, swept.to(M.dtype.element_ty), K, BK)
         x = x * (scale * size)
         for value0 in range(0, V, BV):
@@ -370,9 +372,10 @@ def mesa_step_kernel(
                 out += tl.load(extra, mask=in_value, other=0.0).to(ACC)
             tl.store(o + ((batch * T + t) * H + head) * V + value, out.to(o.dtype.element_ty), mask=in_value)
             tl.store(at, S.to(Hkv.dtype.element_ty), mask=tile)
+        tl.debug_barrier()
 
 
-# (K rounded up to a power of two) -> (tile of values, warps): Hkk and its inverse stay in registers
+# (K rounded up to a power of two) -> (tile of values, warps): Hkk stays in registers
 MESA = {32: (32, 2), 64: (32, 8), 128: (16, 8)}
 
 
