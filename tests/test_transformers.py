@@ -21,7 +21,6 @@ LAYOUTS = {"hybrid": (0, 2), "linear": (0, 1, 2, 3)}
 
 # Logits of order 1 in fp32: sums are taken in another order, nothing else differs.
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-BOTH = pytest.mark.parametrize("layout", LAYOUTS)
 EVERY = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -44,7 +43,7 @@ def padded_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 def generate(model, ids, mask=None, **options):
     """Greedy. Returns (all tokens, logits of the new ones [B, N, vocab])."""
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0} | options
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0} | options
     mask = torch.ones_like(ids) if mask is None else mask
     out = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options)
     return out.sequences, torch.stack(out.logits, dim=1)
@@ -65,7 +64,7 @@ def test_batched_left_padded_generation_is_each_row_alone(kind):
         assert torch.equal(tokens[row, 11:], alone_tokens[0, alone.shape[1] :])
         torch.testing.assert_close(logits[row], alone_logits[0], **CLOSE)
         full = model(tokens[row : row + 1, mask[row].argmax() :], use_cache=False).logits
-        torch.testing.assert_close(logits[row], full[0, -7:-1], **CLOSE)
+        torch.testing.assert_close(logits[row], full[0, -5:-1], **CLOSE)
 
 
 @EVERY
@@ -89,10 +88,9 @@ def test_beams_reorder_the_states(kind):
 
 
 @EVERY
-@BOTH
 @torch.no_grad()
-def test_static_cache(kind, layout):
-    model = student(kind, layout)
+def test_static_cache(kind):
+    model = student(kind)
     ids, mask = padded_text()
     tokens, logits = generate(model, ids, mask)
     static_tokens, static = generate(model, ids, mask, cache_implementation="static")
@@ -101,13 +99,12 @@ def test_static_cache(kind, layout):
 
 
 @EVERY
-@BOTH
 @torch.no_grad()
-def test_turns_of_a_chat_are_one_long_prompt(kind, layout):
+def test_turns_of_a_chat_are_one_long_prompt(kind):
     """The cache of one answer is carried to the next question; each turn equals starting from nothing."""
-    model = student(kind, layout)
+    model = student(kind, "linear")
     history, cache = text(1, 5), None
-    for turn in range(3):
+    for turn in range(2):
         out = model.generate(
             history,
             attention_mask=torch.ones_like(history),
@@ -119,7 +116,7 @@ def test_turns_of_a_chat_are_one_long_prompt(kind, layout):
             output_logits=True,
             return_dict_in_generate=True,
         )
-        fresh_tokens, fresh = generate(model, history, max_new_tokens=4, min_new_tokens=4)
+        fresh_tokens, fresh = generate(model, history)
         assert torch.equal(out.sequences, fresh_tokens)
         torch.testing.assert_close(torch.stack(out.logits, 1), fresh, **CLOSE)
         cache = out.cache
@@ -173,7 +170,7 @@ def test_the_decode_step_compiles_without_a_break():
 
 
 @EVERY
-@BOTH
+@pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
 def test_packed_documents_are_separate(kind, layout):
     model, ids = student(kind, layout), text(2, 12)
@@ -301,4 +298,4 @@ def test_saved_and_loaded_in_every_precision(kind, tmp_path):
             assert not exact or torch.equal(tensor, state[name]), name
         got = loaded(ids).logits
         assert got.dtype == dtype and (got.float() - want).norm() <= error * want.norm()
-        assert generate(loaded, ids)[0].shape == (2, 15)
+        assert generate(loaded, ids)[0].shape == (2, 13)
