@@ -38,7 +38,7 @@ from linearize.data import (
     parse_sources,
     sample_text,
 )
-from linearize.distill import STATE, Trainer, memory_needed
+from linearize.distill import STATE, Trainer, memory_needed, splits_weights
 from linearize.errors import UserError
 from linearize.evaluate import continue_text
 from linearize.layerwise import BATCH_TOKENS, Layerwise, Text, aligned_lines
@@ -57,7 +57,7 @@ def convert(model: str, out: Path, recipe: Recipe, console: Console) -> dict:
     Each of several processes calls it; the first one alone says and writes things.
     """
     here = join(recipe.run.device)
-    plan = plan_model(model, recipe)
+    plan = one_after_the_first(here, lambda: plan_model(model, recipe))
     console.line(plan.summary())
     teacher = one_after_the_first(
         here,
@@ -324,9 +324,11 @@ def distil(
     if saved is not None and holds_distilled(run, saved[1]):
         return saved[1]
     student, model = assemble(teacher, specs, here)
+    size = format_bytes(memory_needed(student, model, options, here))
+    shared = f", split over {here.world} processes" if splits_weights(options, here) else ""
     console.line(
         f"distill: {format_count(options.tokens + options.long_tokens)} tokens; weights, gradients, moments and "
-        f"teacher take about {format_bytes(memory_needed(student, model, options, here))} in each process"
+        f"teacher take about {size} in each process{shared}"
     )
     trainer = Trainer(
         student,

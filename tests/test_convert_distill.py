@@ -205,6 +205,25 @@ def test_trackers_see_every_step(finished, tmp_path, monkeypatch):
     assert ends == ["tensorboard", ("linearize", "b"), "trackio"]
 
 
+def test_ctrl_c_in_the_middle(finished, tmp_path, capsys, monkeypatch):
+    """The step is finished and saved, the exit code says so, and the same command goes on to the same bits."""
+    folder, whole, _ = finished
+    out, update = tmp_path / "out", Trainer.update
+
+    def interrupted(self, at):
+        if self.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(self, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", interrupted)
+        assert cli.run(argv(folder, out, *FLAGS, "-s", "distill.save_steps=0")) == 130
+    assert capsys.readouterr().err.strip().endswith("stopped: state kept; run the same command to go on")
+    assert json.loads((out / ".linearize/training.json").read_text())["info"]["step"] == 4
+    assert cli.run(argv(folder, out, *FLAGS)) == 0
+    assert weight_bytes(out) == weight_bytes(whole)
+
+
 # ---- killed ---------------------------------------------------------------------------------------------------------
 
 # A moment is a call of one of these; files are synced and renamed in between.

@@ -1,6 +1,7 @@
 """Stage 2 on a tiny student: it learns, every way of computing a step agrees, and it survives what goes wrong."""
 
 import copy
+import functools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from linearize.checkpoint import RunState
 from linearize.data import Rows
 from linearize.distill import Pass, Trainer, choose_trained, parameter_groups, passes
 from linearize.errors import UserError
+from linearize.kl import chunked_kl
 from linearize.metrics import Metrics
 from linearize.processes import Processes
 from linearize.recipe import Distill
@@ -169,6 +171,38 @@ def test_kept_targets_stand_in_for_the_teacher(tmp_path):
     other.targets.teacher = None
     with pytest.raises(AttributeError):
         gradients_of(other, batch)
+
+
+@pytest.mark.parametrize("kind", [k for k, c in mixers.MIXERS.items() if c.__module__.startswith("linearize.")])
+def test_in_bf16_arithmetic(kind, monkeypatch):
+    """As on a GPU, by the CPU's autocast: bf16 where it may be, packed rows, several chunks of the vocabulary."""
+    teacher, batch = teacher_model("llama-tied"), Loader(16, 4).batch(1)
+    monkeypatch.setattr(distill_module, "chunked_kl", functools.partial(chunked_kl, chunk=5 * 260))
+    seen: list[list[torch.dtype]] = []
+
+    def computed(bf16: bool, rounded: bool = False):
+        student = make_student(teacher, {1: {"kind": kind}})
+        for p in student.parameters() if rounded else ():
+            p.data.copy_(p.data.bfloat16())
+        made = Trainer(student, copy.deepcopy(teacher), changed(checkpointing=True), Loader, HERE)
+        made.compute = lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+        mixer = student.model.layers[1].self_attn.mixer
+        mixer.register_forward_pre_hook(lambda module, args: seen.append([x.dtype for x in args[1:4] if x is not None]))
+        loss, gradients = gradients_of(made, batch)
+        assert all(g.isfinite().all() and g.dtype == torch.float32 for g in gradients.values())
+        return loss, gradients
+
+    exact, rough = computed(False), computed(True)
+    assert rough[0] == pytest.approx(exact[0], rel=0.1) and rough[0] != exact[0]
+    if not mixers.MIXERS[kind].own_projections:
+        assert seen[0] == [torch.float32] * 3 and seen[-1] == [torch.bfloat16] * 3
+    large = max(exact[1], key=lambda name: float(exact[1][name].norm()))
+
+    def apart(other) -> float:
+        return float((other[1][large] - exact[1][large]).norm() / exact[1][large].norm())
+
+    # A mixer of random projections is so ill conditioned that bf16 weights alone change its gradients as much.
+    assert apart(rough) < 0.2 or apart(rough) < 1.5 * apart(computed(False, rounded=True))
 
 
 # ---- what trains ----------------------------------------------------------------------------------------------------
