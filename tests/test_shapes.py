@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearize.families import FAMILIES
-from linearize.plan import make_plan, read_source
-from linearize.recipe import Recipe
+from linearize.plan import Source, make_plan, read_source
+from linearize.recipe import Recipe, recipes_dir
 from linearize.student import build_student, mixer_tensors, student_name
 from linearize.teacher import open_teacher
 
@@ -352,3 +352,20 @@ def test_published_shape(tmp_path, name):
     rest = loaded(ids[:, 7:], cache=first.cache, use_cache=True)
     steps = torch.cat([first.logits, rest.logits], 1)
     torch.testing.assert_close(steps, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [("qwen3-0.6b", "Qwen3-0.6B"), ("qwen3-8b", "Qwen3-8B"), ("llama-3.1-8b", "Llama-3.1-8B")],
+)
+def test_recipes_that_were_not_run_have_a_plan(recipe, model):
+    """On the model's own layers and heads; its first line says how many of each there will be."""
+    fields = PUBLISHED[model] | {"intermediate_size": 8 * PUBLISHED[model]["hidden_size"] // 3, "vocab_size": VOCAB}
+    made = Recipe.resolve(recipe)
+    source = Source(model, AutoConfig.for_model(**fields), torch.bfloat16)
+    plan = make_plan(source, made)
+    line = (recipes_dir() / recipe / "recipe.yaml").read_text().partition("\n")[0]
+    layers = fields["num_hidden_layers"]
+    assert f"{len(plan.converted)} of {layers} layers" in line and "not yet run" in line
+    assert f"{layers - len(plan.converted)} stay softmax" in line
+    assert not (recipes_dir() / recipe / "results.json").exists()
