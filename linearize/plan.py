@@ -58,7 +58,7 @@ class LayerPlan:
     layer: int
     now: str
     becomes: str
-    parameters: int  # of the attention module, which a converted layer keeps
+    parameters: int  # of the attention module, as far as it stays
     mixer_parameters: int
     kv_bytes_per_token: int
     window: int | None
@@ -275,6 +275,9 @@ def make_plan(
 
     parameters = _count(model)
     new = sum(layer.mixer_parameters for layer in layers)
+    stays = parameters - sum(
+        _count(getattr(block, family.attention)) - at.parameters for block, at in zip(blocks, layers, strict=True)
+    )
     trained = max(layer.parameters + layer.mixer_parameters for layer in layers if layer.state_bytes)
     align, calibrate = recipe.align, recipe.calibrate
     steps = align.tokens // align.batch_tokens
@@ -285,7 +288,7 @@ def make_plan(
     hidden = 2 * getattr(torch, align.cache_dtype).itemsize * text * config.hidden_size
     kept = min(hidden, 2 * align.cache_bytes)
     disk = {
-        "checkpoint": parameters * dtype.itemsize + 4 * new,
+        "checkpoint": stays * dtype.itemsize + 4 * new,
         "finished_layers": 4 * sum(at.parameters + at.mixer_parameters for at in layers if at.state_bytes),
     }
     if hidden > kept:
@@ -323,7 +326,7 @@ def make_plan(
             "hidden_states": kept,
             "activations": 4 * rows * width,
         },
-        distill_memory=_distill_memory(recipe.distill, layers, parameters, source.dtype.itemsize),
+        distill_memory=_distill_memory(recipe.distill, layers, parameters, stays, source.dtype.itemsize),
         disk=disk,
         seconds={
             device: sum(flops / rates[stage] for stage, flops in work(config, model, shape, recipe, len(specs)).items())
@@ -344,14 +347,17 @@ def _notes(family: Family, layers: list[LayerPlan], measured: int | None) -> str
     return "; ".join(notes)
 
 
-def _distill_memory(options: Distill, layers: list[LayerPlan], parameters: int, itemsize: int) -> dict[str, int]:
+def _distill_memory(
+    options: Distill, layers: list[LayerPlan], parameters: int, stays: int, itemsize: int
+) -> dict[str, int]:
+    """parameters: of the teacher; stays: those of them that the student keeps."""
     if not options.tokens:
         return {}
     new = sum(at.mixer_parameters for at in layers)
     attention = sum(at.parameters for at in layers if at.state_bytes)
-    trained = {"all": parameters + new, "attention": attention + new, "mixers": new}[options.train]
+    trained = {"all": stays + new, "attention": attention + new, "mixers": new}[options.train]
     return {
-        "student": 4 * (parameters + new),
+        "student": 4 * (stays + new),
         "gradients_and_moments": (12 + 4 * bool(options.ema)) * trained,
         "teacher": itemsize * parameters,
     }
@@ -406,6 +412,7 @@ def _layer(
     if kinds and kinds[i] != "sliding_attention":
         window = None
     mixer_parameters = state = growth = 0
+    attention = getattr(block, family.attention)
     if spec is not None:
         options = {name: value for name, value in spec.items() if name != "kind"}
         mixer = MIXERS[spec["kind"]]
@@ -413,12 +420,14 @@ def _layer(
         growth = mixer.state_bytes(shape, tokens=1, **options) - state
         with torch.device("meta"):
             mixer_parameters = _count(mixer(shape, **options))
+        if mixer.own_projections:
+            attention = attention.o_proj
     now = f"softmax, window {window}" if window else "softmax"
     return LayerPlan(
         layer=i,
         now=now,
         becomes=spec["kind"] if spec else now,
-        parameters=_count(getattr(block, family.attention)),
+        parameters=_count(attention),
         mixer_parameters=mixer_parameters,
         kv_bytes_per_token=shape.itemsize * shape.kv_heads * (shape.key_dim + shape.value_dim),
         window=window,

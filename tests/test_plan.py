@@ -24,6 +24,7 @@ from linearize.checkpoint import TensorIndex
 from linearize.errors import UserError
 from linearize.mixers import MIXERS, HeadShape
 from linearize.recipe import OPTIONS, Recipe, recipes_dir
+from linearize.student import build_student
 
 SIZES = {
     "vocab_size": 100,
@@ -119,6 +120,14 @@ def test_table_has_the_numbers_of_the_object(teacher, capsys):
         row = next(row for row in rows if row[:1] == [str(layer["layer"])])
         assert row[2] == layer["becomes"] and str(layer["parameters"]) in row
     assert plan.format_bytes(said["memory_bytes"]) in out and plan.format_bytes(said["disk_bytes"]) in out
+
+
+def test_projections_that_a_mixer_replaces_are_not_counted(teacher, capsys):
+    said = plan_json(capsys, teacher.folder, "--mixer", "gdn-native", "--keep-softmax", "3", "--dtype", "float32")
+    specs = {i: {"kind": "gdn-native"} for i in range(3)}
+    student = build_student(teacher.model.config, {"mixers": specs}, device="meta")
+    assert said["disk"]["checkpoint"] == 4 * student.num_parameters()
+    assert said["export"]["qwen3_5"].startswith("no QK-norm")
 
 
 def test_lengths_and_numbers_of_sequences(teacher, capsys):

@@ -214,7 +214,7 @@ class NativeGDN(Mixer):
     @classmethod
     def state_bytes(cls, shape: HeadShape, tokens: int = 0) -> int:
         heads, key, value = shape.q_heads, shape.key_dim, shape.value_dim
-        return 4 * heads * (key * value + (KERNEL - 1) * (2 * key + value))
+        return heads * (4 * key * value + shape.itemsize * (KERNEL - 1) * (2 * key + value))
 
     def forward(
         self,
