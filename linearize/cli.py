@@ -246,7 +246,7 @@ def evaluate(
             "--limit",
             metavar="N",
             min=1,
-            help="Documents a task, to try it out; prompts or texts of the own measures.",
+            help="Documents of a task and of perplexity, to try it out.",
             show_default="all",
         ),
     ] = None,
@@ -274,6 +274,17 @@ def evaluate(
     lengths: Annotated[
         str, typer.Option("--lengths", metavar="N,N", help="Tokens in the prompts of recall.", rich_help_panel=OWN)
     ] = "128,512,2048,8192",
+    prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--prompts",
+            metavar="N",
+            min=1,
+            help="Prompts of recall, at each length, and of repetition.",
+            show_default="4 and 16",
+            rich_help_panel=OWN,
+        ),
+    ] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure the teacher again, whatever is kept.")] = False,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
@@ -309,6 +320,7 @@ def evaluate(
         data=data,
         context=windows[0],
         lengths=lengths_asked,
+        prompts=prompts,
         seed=seed,
         device=device,
         dtype=dtype,

@@ -70,9 +70,9 @@ def continue_text(model, tokenizer, prompt: str, tokens: int = 40) -> str:
 class Options:
     """What `linearize eval` measures and how; the fields are its flags.
 
-    limit   documents of a task and of perplexity, prompts of recall and repetition, rows of parity; None: every
-            document of a task, and PERPLEXITY_TOKENS, PROMPTS, SAMPLES and PARITY of the others
-    data    text for perplexity, parity and repetition; None: the bundled held-out text
+    limit    documents of a task and of perplexity; None: every one of a task, PERPLEXITY_TOKENS of --data
+    prompts  of recall at each length, and of repetition; None: PROMPTS and SAMPLES
+    data     text for perplexity, parity and repetition; None: the bundled held-out text
     """
 
     tasks: tuple[str, ...]
@@ -86,6 +86,7 @@ class Options:
     data: str | None = None
     context: int = 1024
     lengths: tuple[int, ...] = (128, 512, 2048, 8192)
+    prompts: int | None = None
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
@@ -446,7 +447,7 @@ class Parity(Job):
 
     def __init__(self, options: Options, student: Model) -> None:
         super().__init__(options, student)
-        rows, tokens = options.limit or PARITY[0], PARITY[1]
+        rows, tokens = PARITY
         ids = [token for text in self.documents() for token in probes.encoded(self.tokenizer, text)]
         tokens = min(tokens, getattr(student.config, "max_position_embeddings", tokens), len(ids) // rows)
         if tokens < 4:
@@ -478,7 +479,7 @@ class Recall(Job):
 
     def __init__(self, options: Options, student: Model) -> None:
         super().__init__(options, student)
-        self.prompts = options.limit or PROMPTS
+        self.prompts = options.prompts or PROMPTS
         self.key = {"lengths": list(options.lengths), "prompts": self.prompts, "seed": options.seed}
         self.total = self.prompts * sum(options.lengths)
         probes.words_of(self.tokenizer)  # refuses a tokenizer without words before any weight is read
@@ -519,7 +520,7 @@ class Repetition(Job):
 
     def __init__(self, options: Options, student: Model) -> None:
         super().__init__(options, student)
-        self.rows = probes.repetition_prompts(self.tokenizer, self.documents(), options.limit or SAMPLES)
+        self.rows = probes.repetition_prompts(self.tokenizer, self.documents(), options.prompts or SAMPLES)
         self.key = {"text": _text_hash([str(self.rows.tolist())]), "n": probes.NGRAM}
         self.total = len(self.rows)
 

@@ -49,7 +49,7 @@ FLAGS = {
     "report": "--json --quiet -q --verbose -v --help -h",
     "eval": f"""
         --tasks --teacher --no-teacher --include-path --limit --num-fewshot --batch-size --chat --refresh
-        --data --context --lengths {RUN_FLAGS}
+        --data --context --lengths --prompts {RUN_FLAGS}
     """,
     "generate": f"--max-new-tokens --temperature --top-p --chat --no-chat --system --teacher {RUN_FLAGS}",
     "bench": "--help -h",

@@ -75,7 +75,7 @@ def split(rows):
 
 
 def choice(**_):
-    return split([{"q": f"number {i}", "choices": COLOURS[: 2 + i % 3], "answer": i % 2} for i in range(12)])
+    return split([{"q": f"number {i}", "choices": COLOURS[: 2 + i % 3], "answer": i % 2} for i in range(9)])
 
 
 def second(**_):
@@ -100,7 +100,7 @@ def task_folder(tmp_path):
 @pytest.fixture(scope="session")
 def converted(teacher_folder, tmp_path_factory):
     """A converted folder of the tiny llama, as convert leaves it."""
-    student = make_student(teacher_model("llama"), {0: {"kind": "gdn"}, 2: {"kind": "gdn"}})
+    student = make_student(teacher_model("llama"), {2: {"kind": "gdn"}})
     student.config.linearize = {
         **student.config.linearize,
         "teacher": {"source": str(teacher_folder("llama")), "revision": None},
@@ -209,9 +209,9 @@ def test_groups_tags_and_the_mean(model, task_folder, capsys):
     report, _ = run_json(capsys, model, "--tasks", "tiny_group,tiny_write", "--include-path", task_folder)
     tasks = report["tasks"]
     assert set(tasks) == {"tiny_group", "tiny_choice", "tiny_second", "tiny_write"}
-    # 2, 3 and 4 choices in turn; the group counts documents, 12 of the one and 6 of the other
+    # 2, 3 and 4 choices in turn; the group counts documents, 9 of the one and 6 of the other
     assert tasks["tiny_choice"]["acc"]["chance"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3)
-    assert tasks["tiny_group"]["acc"]["chance"] == pytest.approx((12 * 13 / 36 + 6 / 2) / 18)
+    assert tasks["tiny_group"]["acc"]["chance"] == pytest.approx((9 * 13 / 36 + 6 / 2) / 15)
     mean = report["retained"]
     assert mean["tasks"] == {"tiny_group": "acc", "tiny_write": "exact_match"}
     for side in ("teacher", "student"):
@@ -252,7 +252,7 @@ def test_later_tasks_join_the_file_of_the_same_models(model, task_folder, capsys
 def test_teacher_is_measured_once(model, teacher_folder, task_folder, tmp_path, capsys, monkeypatch):
     teacher = shutil.copytree(teacher_folder("llama"), tmp_path / "teacher")
     argv = [model, "--teacher", teacher, "--tasks", "tiny_choice,recall", "--include-path", task_folder]
-    argv += ["--lengths", "64", "--limit", "3"]
+    argv += ["--lengths", "64", "--limit", "3", "--prompts", "1"]
     loaded = []
     load = models.Model.load
     monkeypatch.setattr(models.Model, "load", lambda self, *args: loaded.append(self.source) or load(self, *args))
@@ -316,8 +316,8 @@ def short(monkeypatch):
 
 def test_own_measures_need_no_lm_eval(model, capsys, monkeypatch, short):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    own = "perplexity,parity,recall,repetition"
-    report, _ = run_json(capsys, model, "--tasks", own, "--limit", "2", "--lengths", "64,128,512", "--context", "64")
+    own, few = "perplexity,parity,recall,repetition", ("--limit", "2", "--prompts", "2")
+    report, _ = run_json(capsys, model, "--tasks", own, *few, "--lengths", "64,128,512", "--context", "64")
     for name in own.split(","):
         file = json.loads((model / "eval" / f"{name}.json").read_text())
         assert {key: file[key] for key in report[name]} == report[name]
