@@ -394,7 +394,7 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and value == value else None
 
 
-def write_results(out: Path, results: dict, pretrained: str, seconds: float | None = None) -> Path:
+def write_results(out: Path, results: dict, pretrained: str) -> Path:
     """Write out/NAME/results_TIME.json, as `lm_eval --output_path out` names and lays it out; returns its path."""
     from lm_eval.loggers import EvaluationTracker
 
