@@ -23,11 +23,7 @@ from linearize.mixers.centred import Centred, CentredMixer
 from linearize.mixers.fit import Points, centred_at, choosing, fit_readout
 from linearize.mixers.gdn import ERASES, delta_arguments, erased_terms
 
-WEIGHTS = (
-    0.1,
-    0.3,
-    1.0,
-)  # size of all hidden units together beside the linear features; never 0, where they would stay
+WEIGHTS = (0.1, 0.3, 1.0)  # size of all hidden units beside the linear features; at 0 nothing would train them
 SHARES = (0.0, 0.5, 1.0)  # of the read that goes to the average of the memory
 SEARCH = (0.3, 0.3, 0.0)  # erase, weight and share while reference and forgetting are chosen
 MOMENTUM = 0.9  # theta at the start
@@ -104,7 +100,7 @@ def averaged_delta(
         erase, write = (plan.split(x).to(dtype)[..., None] for x in (beta, gain))
         decayed, reach = _between(plan.split(log_decay).double(), dtype)
         kept, kept_reach = _between(plan.split(log_momentum).double(), dtype)
-        # kept[t, j] (1 - theta_j): what M_t holds of W_j. Padding at the end of a chunk has theta = 1.
+        # kept[t, j] (1 - theta_j): what A_t holds of W_j. Padding at the end of a chunk has theta = 1.
         share = kept * -torch.expm1(plan.split(log_momentum).double()).to(dtype)[..., None, :]
         averaged, averaged_reach = share @ decayed, share @ reach
         lower = erase * (keys @ keys.mT * decayed).tril(-1)
