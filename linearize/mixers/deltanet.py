@@ -16,7 +16,7 @@ from linearize.mixers.fit import Points, attended_keys, centred_at, fit_readout
 
 # (m, p): learning rate eta_t = m b_t^p / E|kd|^2. p = 0 is a constant rate, p = 1 the decreasing rate of stochastic
 # approximation, b_t being 1 / t where nothing is forgotten.
-STEPS = ((0.03, 0.0), (0.1, 0.0), (0.3, 0.0), (1.0, 0.0), (1.0, 1.0), (10.0, 1.0))
+STEPS = ((0.03, 0.0), (0.1, 0.0), (0.3, 0.0), (1.0, 0.0), (1.0, 1.0), (3.0, 1.0), (10.0, 1.0), (30.0, 1.0))
 SEARCH_STEP = (0.1, 0.0)  # while tilt and forgetting are chosen
 
 
