@@ -168,7 +168,7 @@ def trained_terms(
             gates = delta_arguments(at.strengths, zero, zero, keys.square().sum(-1), balance)
             query = gap * (scale / balance[:, None])
             if moves:
-                kept = momentum_of(at.strengths.live, torch.full((), MOMENTUM).log())
+                kept = momentum_of(at.strengths.live, zero + math.log(MOMENTUM))
                 of_memory, of_average, _ = averaged_delta(
                     query, keys, at.values, *gates, kept, cu_seqlens=at.cu_seqlens
                 )
