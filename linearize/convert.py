@@ -2,11 +2,10 @@
 
 import functools
 import json
-import math
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -26,22 +25,12 @@ from linearize.assemble import (
 from linearize.card import licence_of, model_card
 from linearize.checkpoint import RunState, atomic_write_text, format_bytes
 from linearize.console import Console, format_count, format_seconds
-from linearize.data import (
-    Loader,
-    Rows,
-    RowSource,
-    Source,
-    content_hash,
-    documents,
-    open_sources,
-    pack_rows,
-    parse_sources,
-    sample_text,
-)
+from linearize.corpus import Text, prepare_text, training_streams
+from linearize.data import Rows, content_hash
 from linearize.distill import STATE, Trainer, memory_needed, splits_weights
 from linearize.errors import UserError
 from linearize.evaluate import continue_text
-from linearize.layerwise import BATCH_TOKENS, Layerwise, Text, aligned_lines
+from linearize.layerwise import BATCH_TOKENS, Layerwise, aligned_lines
 from linearize.metrics import Metrics
 from linearize.plan import Plan, plan_model
 from linearize.processes import Processes, join, one_after_the_first
@@ -110,7 +99,7 @@ def _measure(
     began = time.monotonic()
     with Metrics(run.out, recipe.run.log_to, writes=here.first) as metrics:
         with memory_for("--align-batch-tokens, --calibrate-context or --calibrate-tokens"):
-            text = prepare_text(teacher, recipe, here.device, run, console)
+            text = prepare_text(teacher, recipe, here, run, console)
             layers, heldout = convert_layers(teacher, specs, recipe, text, here, run, metrics, console)
         with memory_for("distill.micro_tokens; or set distill.checkpointing=true, distill.shard=full for several GPUs"):
             distilled = distil(teacher, specs, recipe, text.heldout, layers, here, run, metrics, console)
@@ -162,82 +151,6 @@ def memory_for(fix: str) -> Iterator[None]:
         ) from error
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
-
-
-def prepare_text(teacher: Teacher, recipe: Recipe, device: torch.device, run: RunState, console: Console) -> Text:
-    """Rows for calibration, alignment and measurement. Raises UserError when the text cannot fill one row."""
-    calibrate, align, seed = recipe.calibrate, recipe.align, recipe.run.seed
-    source, column, tokenizer = recipe.data.source, recipe.data.column, teacher.tokenizer
-    weights = {part.kind: part.weight for part in parse_sources(source)}
-    alignment = None
-    if "self" in weights:
-        context = max(calibrate.context, align.context)
-        # Whole rows for each, so that the one does not eat the other's.
-        wanted = -(-calibrate.tokens // context) * context + align.tokens
-        share = weights["self"] / sum(part.weight for part in parse_sources(source))
-        sampled = sample_rows(teacher, recipe, math.ceil(wanted * share), context, device, run.folder, console)
-        loader = Loader(open_sources(source, column=column, sampled=sampled), tokenizer, context, 1, seed=seed)
-        calibration = loader.take(calibrate.tokens)
-        if align.tokens:
-            alignment = loader.take(align.tokens)
-    else:
-        train = open_sources(source, column=column)
-        calibration = _rows(train, tokenizer, calibrate.context, calibrate.tokens, seed)
-        if align.tokens:
-            alignment = _rows(train, tokenizer, align.context, align.tokens, seed + 1)
-        for rows in (calibration, alignment):
-            if rows is not None and rows.shortfall:
-                console.line(
-                    f"{rows.shortfall}; alignment goes over its rows again" if rows is alignment else rows.shortfall
-                )
-    measured = None
-    if recipe.data.heldout_tokens:
-        heldout = open_sources(source, column=column, heldout=True)
-        try:
-            measured = _rows(heldout, tokenizer, calibrate.context, recipe.data.heldout_tokens, seed)
-        except UserError as error:
-            fix = "give more text, lower --calibrate-context, or --heldout-tokens 0 to compare on none"
-            raise UserError(f"held-out text: {error.what}", value=error.value, fix=fix) from error
-    return Text(calibration, alignment, measured)
-
-
-def sample_rows(
-    teacher: Teacher, recipe: Recipe, tokens: int, context: int, device: torch.device, folder: Path, console: Console
-) -> RowSource:
-    """Text that the teacher makes itself, kept in `folder`; the whole model is on `device` meanwhile."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = teacher.family.causal_lm_class().from_pretrained(
-        teacher.folder, dtype=dtype, attn_implementation=teacher.family.softmax
-    )
-    with console.stage("sample text from the teacher", tokens) as bar:
-        return sample_text(
-            model.to(device).eval(),
-            teacher.tokenizer,
-            tokens,
-            context,
-            seed=recipe.run.seed,
-            batch_size=recipe.data.self_batch or None,
-            temperature=recipe.data.self_temperature,
-            device=device,
-            progress=bar.advance,
-            cache_path=folder,
-        )
-
-
-def _rows(sources: list[Source], tokenizer, context: int, tokens: int, seed: int) -> Rows:
-    """Whole windows of single documents where the text has enough of them, else packed rows, full of short contexts."""
-    try:
-        text = documents(sources, seed)
-        # Not the whole of a large source, lest a few long documents be looked for in it.
-        rows = pack_rows(text, tokenizer, context, tokens, seed=seed, long_only=True, read_tokens=50 * tokens)
-        if not rows.shortfall:
-            return rows
-    except UserError:
-        pass  # no document fills a window: pack_rows decides below whether all of them together do
-    return pack_rows(documents(sources, seed), tokenizer, context, tokens, seed=seed)
-
-
 # ---- stages ---------------------------------------------------------------------------------------------------------
 
 
@@ -268,8 +181,8 @@ def select_layers(teacher: Teacher, recipe: Recipe, here: Processes, run: RunSta
     part, specs = run.part("select"), linear.mixer_specs(teacher.config.num_hidden_layers)
     console.line(f"choosing {count} of {len(specs)} layers: a student without softmax first")
     with Metrics(part.folder, writes=False) as metrics:
-        text = prepare_text(teacher, linear, here.device, part, console)
-        rows = prepare_text(teacher, compared, here.device, run.part("select-text"), console).calibration
+        text = prepare_text(teacher, linear, here, part, console)
+        rows = prepare_text(teacher, compared, here, run.part("select-text"), console).calibration
         convert_layers(teacher, specs, linear, text, here, part, metrics, console)
     student, model = assemble(teacher, specs, here)
     for whole in (student, model):
@@ -334,7 +247,7 @@ def distil(
         student,
         model,
         options,
-        loaders(teacher, recipe, here, run, console),
+        training_streams(teacher, recipe, here, run, console),
         here,
         seed=recipe.run.seed,
         identity=_teacher_identity(teacher),
@@ -364,26 +277,6 @@ def distil(
         run.drop_folder(STATE)
     here.wait()
     return done
-
-
-def loaders(
-    teacher: Teacher, recipe: Recipe, here: Processes, run: RunState, console: Console
-) -> Callable[[int, int], Loader]:
-    """What makes the endless training stream of (context, rows in all processes)."""
-    data, options = recipe.data, recipe.distill
-
-    def loader(context: int, rows: int) -> Loader:
-        parts, sampled = parse_sources(data.source), None
-        share = sum(part.weight for part in parts if part.kind == "self") / sum(part.weight for part in parts)
-        if share:
-            tokens = options.tokens if context == options.context else options.long_tokens
-            sampled = sample_rows(teacher, recipe, math.ceil(share * tokens), context, here.device, run.folder, console)
-        sources = open_sources(data.source, column=data.column, sampled=sampled)
-        return Loader(
-            sources, teacher.tokenizer, context, rows, seed=recipe.run.seed + 2, rank=here.rank, world=here.world
-        )
-
-    return loader
 
 
 # ---- output ---------------------------------------------------------------------------------------------------------

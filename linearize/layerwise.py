@@ -19,6 +19,7 @@ from linearize.align import Step, align_layer, learning_rate
 from linearize.calibrate import calibrate_layer
 from linearize.checkpoint import RunState
 from linearize.console import Console
+from linearize.corpus import Text
 from linearize.data import Rows
 from linearize.errors import UserError
 from linearize.evaluate import perplexity
@@ -32,15 +33,6 @@ from linearize.student import packed_starts
 from linearize.teacher import Teacher
 
 BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # tokens of calibration text that go through a layer at once
-
-
-@dataclass
-class Text:
-    """Rows of text by purpose; no held-out document is among the others."""
-
-    calibration: Rows
-    alignment: Rows | None
-    heldout: Rows | None
 
 
 @dataclass

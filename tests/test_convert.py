@@ -17,7 +17,7 @@ from conftest import TEACHERS, VOCAB, make_student, teacher_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
-from linearize import cli
+from linearize import cli, corpus
 from linearize import convert as convert_module
 from linearize.checkpoint import RunState, format_bytes
 from linearize.console import Console
@@ -296,7 +296,7 @@ def packed(monkeypatch):
         seen.append(documents)
         return pack_rows(documents, *args, **kwargs)
 
-    monkeypatch.setattr(convert_module, "pack_rows", recording)
+    monkeypatch.setattr(corpus, "pack_rows", recording)
     return seen
 
 

@@ -8,17 +8,18 @@ import torch
 from conftest import tiny_tokenizer
 from test_convert import recipe
 
-from linearize import convert as convert_module
 from linearize.console import Console
+from linearize.corpus import prepare_text
 from linearize.data import content_hash, documents, open_sources
 from linearize.errors import UserError
+from linearize.processes import Processes
 from linearize.teacher import open_teacher
 
 
 def prepared(folder, tmp_path, source: str, **changes):
     teacher, run = open_teacher(str(folder)), SimpleNamespace(folder=tmp_path / "run")
     chosen = recipe(data_source=source, **changes)
-    return convert_module.prepare_text(teacher, chosen, torch.device("cpu"), run, Console(quiet=True))
+    return prepare_text(teacher, chosen, Processes(torch.device("cpu")), run, Console(quiet=True))
 
 
 def lines(path, tag: str, n: int = 300, key: str = "text"):
