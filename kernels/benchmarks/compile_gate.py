@@ -218,8 +218,11 @@ def step_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
         constants = {**shared, "BV": tile, "ERASE": True, "DECAY": True}
         yield f"step {label}", decode.decode_kernel, dtype, constants, floats, (), ones, warps, 3
         tile, warps = decode.CENTRED[BK]
-        constants = {**shared, "BV": min(tile, triton.next_power_of_2(V)), "SCALES": 3, "ERASE": True, "MEAN": True}
-        yield f"step centred {label}", decode.centred_step_kernel, dtype, constants, floats, (), ones, warps, 3
+        for scales in (3, 0):
+            constants = {**shared, "BV": min(tile, triton.next_power_of_2(V)), "SCALES": scales}
+            constants |= {"ERASE": True, "MEAN": True}
+            name = f"step centred {label}{'' if scales else ' alone'}"
+            yield name, decode.centred_step_kernel, dtype, constants, floats, (), ones, warps, 3
         if K > ridge.MAX_KEY_DIM:
             continue
         tile, warps = decode.MESA[BK]

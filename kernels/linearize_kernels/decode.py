@@ -110,13 +110,13 @@ def next_norm(write, forget, before):
 @triton.jit
 def slow_mean(
     v, scale_write, scale_forget, scale_mean, scale_log_z, line, batch, column, value, in_value, v_token,
-    y_batch, y_token, y_head, z_batch, z_token, z_head,
-    COUNT: tl.constexpr, V: tl.constexpr, SCALES: tl.constexpr, m: tl.constexpr, ACC: tl.constexpr,
+    y_batch, y_token, y_head, z_batch, z_token, z_head, count, m,
+    V: tl.constexpr, SCALES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the running mean at time scale m after COUNT of the new tokens, from the state before them."""
+    """A tile of the running mean at time scale m after `count` of the new tokens, from the state before them."""
     norm = tl.load(scale_log_z + line * SCALES + m).to(ACC)
     mean = tl.load(scale_mean + (line * SCALES + m) * V + value, mask=in_value, other=0.0).to(ACC)
-    for u in tl.static_range(COUNT):
+    for u in range(count):
         norm, share, _, _ = next_norm(
             tl.load(scale_write + batch * y_batch + u * y_token + column * y_head).to(ACC),
             tl.load(scale_forget + batch * z_batch + u * z_token + column * z_head).to(ACC),
@@ -165,7 +165,7 @@ def centred_step_kernel(
         shown = tl.load(value_mean + line * V + value, mask=in_value, other=0.0).to(ACC)
         mean = start_mean
         norm = start_norm
-        for t in tl.static_range(T):
+        for t in range(T):
             queries = tl.load(q + t * q_token + key, mask=in_key, other=0.0).to(ACC)
             keys = tl.load(k + t * k_token + key, mask=in_key, other=0.0).to(ACC)
             values = tl.load(v + t * v_token + value, mask=in_value, other=0.0).to(ACC)
@@ -193,10 +193,10 @@ def centred_step_kernel(
             out = scale * tl.sum(S * queries[None, :], axis=1)
             if MEAN:
                 out += tl.load(read_mean + head).to(ACC) * shown
-            for m in tl.static_range(SCALES):
+            for m in range(SCALES):
                 slow = slow_mean(
                     v, scale_write, scale_forget, scale_mean, scale_log_z, line, batch, head * SCALES + m, value,
-                    in_value, v_token, y_batch, y_token, y_head, z_batch, z_token, z_head, t + 1, V, SCALES, m, ACC,
+                    in_value, v_token, y_batch, y_token, y_head, z_batch, z_token, z_head, t + 1, m, V, SCALES, ACC,
                 )  # fmt: skip
                 out += tl.load(read_scales + head * SCALES + m).to(ACC) * slow
             if ADD:
@@ -207,10 +207,10 @@ def centred_step_kernel(
         # Warps hold copies of a row of values: all must have read the old one.
         tl.debug_barrier()
         tl.store(value_mean + line * V + value, shown.to(value_mean.dtype.element_ty), mask=in_value)
-        for m in tl.static_range(SCALES):
+        for m in range(SCALES):
             slow = slow_mean(
                 v, scale_write, scale_forget, scale_mean, scale_log_z, line, batch, head * SCALES + m, value,
-                in_value, v_token, y_batch, y_token, y_head, z_batch, z_token, z_head, T, V, SCALES, m, ACC,
+                in_value, v_token, y_batch, y_token, y_head, z_batch, z_token, z_head, T, m, V, SCALES, ACC,
             )  # fmt: skip
             tl.debug_barrier()
             at = scale_mean + (line * SCALES + m) * V + value
@@ -218,9 +218,9 @@ def centred_step_kernel(
     tl.debug_barrier()
     tl.store(key_mean + line * K + key, mean.to(key_mean.dtype.element_ty), mask=in_key)
     tl.store(log_z + line, norm.to(log_z.dtype.element_ty))
-    for m in tl.static_range(SCALES):
+    for m in range(SCALES):
         norm_m = tl.load(scale_log_z + line * SCALES + m).to(ACC)
-        for t in tl.static_range(T):
+        for t in range(T):
             norm_m, _, _, _ = next_norm(
                 tl.load(scale_write + batch * y_batch + t * y_token + (head * SCALES + m) * y_head).to(ACC),
                 tl.load(scale_forget + batch * z_batch + t * z_token + (head * SCALES + m) * z_head).to(ACC),
@@ -231,7 +231,7 @@ def centred_step_kernel(
 
 
 # (K rounded up to a power of two) -> (tile of values, warps): a program serves a whole head
-CENTRED = {32: (32, 1), 64: (32, 4), 128: (32, 4), 256: (16, 4)}
+CENTRED = {32: (16, 2), 64: (16, 4), 128: (16, 4), 256: (16, 8)}
 
 
 def centred_step(
@@ -311,7 +311,7 @@ def mesa_step_kernel(
     v += batch * v_batch + tl.cast(head // v_group, tl.int64) * v_head
     Hkv += batch * s_batch + head * s_head
     shift = tl.load(ridge + head * K + key, mask=in_key, other=1.0).to(ACC)
-    for t in tl.static_range(T):
+    for t in range(T):
         queries = tl.load(q + t * q_token + key, mask=in_key, other=0.0).to(ACC)
         keys = tl.load(k + t * k_token + key, mask=in_key, other=0.0).to(ACC)
         write = tl.load(gain + batch * gain_batch + t * gain_token + head * gain_head).to(ACC)
