@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +84,21 @@ def test_numbers_are_the_models(teacher, capsys):
     assert [at["tokens"] for at in said["cache"]] == [1024, 8192, 32768]
     assert said["disk"]["checkpoint"] == 2 * said["parameters"] + 4 * sum(new)
     assert said["disk_bytes"] == sum(said["disk"].values()) and said["memory_bytes"] == sum(said["memory"].values())
+
+
+def test_a_state_that_grows(teacher, capsys):
+    """A cache of keys beside softmax layers and states of one size."""
+    said = plan_json(capsys, teacher.folder, "--mixer", "0=k-cache,rest=vala", "--keep-softmax", "3")
+    shape = replace(HeadShape.from_config(teacher.model.config), itemsize=2)  # bf16
+    options = {"taps": 4, "time_scales": 3}
+    grows, fixed = MIXERS["k-cache"], MIXERS["vala"].state_bytes(shape, **options)
+    for at in said["cache"]:
+        softmax = 2 * 2 * (24 + 24) * at["tokens"]
+        assert at["student"] == grows.state_bytes(shape, at["tokens"], **options) + 2 * fixed + softmax
+    layer = said["layers"][0]
+    growth = grows.state_bytes(shape, 1001, **options) - grows.state_bytes(shape, 1000, **options)
+    assert layer["state_bytes_per_token"] == growth > 0
+    assert said["layers"][1]["state_bytes_per_token"] == said["layers"][3]["state_bytes_per_token"] == 0
 
 
 def test_kv_bytes_are_those_of_a_real_cache(teacher, capsys):
