@@ -282,6 +282,7 @@ class SwapMixin:
         for i, spec in specs.items():
             layer = self.model.layers[i]
             layer.self_attn = build_mixer(layer.self_attn, spec, i, shape)
+            layer.self_attn.mixer.reset_parameters()  # what it adopted is not yet a teacher's
         # The mixers lie below the base model, a PreTrainedModel of its own, which would never ask this class.
         self.model._init_weights = self._init_weights
         self.model.mixer_layers = tuple(specs)

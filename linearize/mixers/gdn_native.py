@@ -65,7 +65,6 @@ class NativeGDN(Mixer):
         self.conv1d = nn.Conv1d(channels, channels, KERNEL, groups=channels, bias=False, dtype=f32)
         self.A_log = nn.Parameter(torch.empty(heads, dtype=f32))
         self.dt_bias = nn.Parameter(torch.empty(heads, dtype=f32))
-        self.biases: Tensor | None = None  # the teacher's, between `adopt` and `start`
         self.norm = nn.RMSNorm(shape.value_dim, eps=shape.norm_eps, dtype=f32)
         self.reset_parameters()
 
@@ -86,6 +85,7 @@ class NativeGDN(Mixer):
         init.constant_(self.A_log, -math.log(HALF_LIFE))
         init.zeros_(self.dt_bias)
         init.ones_(self.norm.weight)
+        self.biases: Tensor | None = None  # the teacher's, between `adopt` and `start`
 
     @torch.no_grad()
     def adopt(self, attn: nn.Module) -> None:
@@ -234,38 +234,42 @@ class NativeGDN(Mixer):
         old = state or {}
         dtype = self.A_log.dtype
         q, k, v, tail = self.heads(x, layout, mask, old.get("tail"))
-        wide = x.to(dtype)
-        log_decay = -self.A_log.exp() * F.softplus(self.in_proj_a(wide) + self.dt_bias)
-        beta = self.in_proj_b(wide).sigmoid()
-        if mask is not None:
-            real = mask.to(dtype)[..., None]
-            log_decay, beta = log_decay * real, beta * real
-        o, memory = gated_delta(
-            *(layout.pack(tensor.to(x.dtype)) for tensor in (q, k, v)),
-            layout.pack(log_decay),
-            layout.pack(beta),
-            initial_state=old.get("memory"),
-            output_final_state=output_state,
-            cu_seqlens=layout.cu_seqlens,
-        )
-        o = self.norm(layout.unpack(o).to(dtype))
         z = project(self.in_proj_z, x).unflatten(-1, (self.shape.q_heads, -1))
-        o = (o * F.silu(z.to(dtype))).to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):  # meant for the projections above alone
+            wide = x.to(dtype)
+            log_decay = -self.A_log.exp() * F.softplus(self.in_proj_a(wide) + self.dt_bias)
+            beta = self.in_proj_b(wide).sigmoid()
+            if mask is not None:
+                real = mask.to(dtype)[..., None]
+                log_decay, beta = log_decay * real, beta * real
+            o, memory = gated_delta(
+                *(layout.pack(tensor) for tensor in (q, k, v)),
+                layout.pack(log_decay),
+                layout.pack(beta),
+                initial_state=old.get("memory"),
+                output_final_state=output_state,
+                cu_seqlens=layout.cu_seqlens,
+            )
+            o = self.norm(layout.unpack(o).to(dtype))
+            o = (o * F.silu(z.to(dtype))).to(x.dtype)
         return o, {"memory": memory, "tail": tail} if output_state else None
 
     def heads(
         self, x: Tensor, layout: Layout, mask: Tensor | None, tail: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q and k [B, T, H, K] of unit length, v [B, T, H, V], and the convolution's next tail [B, 3, 1, C]."""
+        """q and k [B, T, H, K] of unit length and v [B, T, H, V], in the dtype of the projection's output, and the
+        convolution's next tail [B, 3, 1, C].
+        """
         shape, dtype = self.shape, self.A_log.dtype
-        mixed = project(self.in_proj_qkv, x)[:, :, None]
-        shifted, tail = local_taps(mixed, self.conv1d.weight[0, 0], layout, mask, tail)
+        inputs = project(self.in_proj_qkv, x)[:, :, None]
+        shifted, tail = local_taps(inputs, self.conv1d.weight[0, 0], layout, mask, tail)
         taps = self.conv1d.weight[:, 0].flip(1)  # entry j weighs the input j tokens back
         mixed = F.silu(sum(shift[:, :, 0].to(dtype) * taps[:, j] for j, shift in enumerate(shifted)))
         keys = shape.q_heads * shape.key_dim
         parts = mixed.split([keys, keys, shape.q_heads * shape.value_dim], -1)
         q, k, v = (part.unflatten(-1, (shape.q_heads, -1)) for part in parts)
         q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + L2_EPS) for part in (q, k))
+        q, k, v = (part.to(inputs.dtype) for part in (q, k, v))
         return q, k, v, tail
 
     def memory(self, sample: Sample, decay: Tensor, strength: Tensor) -> Tensor:
