@@ -96,8 +96,9 @@ else:
             scalar = name in ("log_decay", "beta", "gain")
             assert_close(f"gradient of {name}", got_slopes[name], want_slopes[name], limits[2 if scalar else 1])
 
-    @pytest.mark.parametrize("linear", [False, True])
-    @pytest.mark.parametrize("tokens", [1, 64, 65, 130])
+    @pytest.mark.parametrize(
+        "tokens,linear", [(1, False), (1, True), (64, False), (65, False), (130, False), (65, True)]
+    )
     def test_lengths(tokens, linear):
         check(inputs(tokens, (32, 32), torch.float32), TOLERANCE["float32"], linear)
 
@@ -105,9 +106,9 @@ else:
     def test_head_dims(dims):
         check(inputs(70, dims, torch.float64, heads=1), TOLERANCE["float64"])
 
-    @pytest.mark.parametrize("groups", [(1, 2, 2), (2, 2, 1), (1, 2, 4)])
-    def test_grouped_heads(groups):
-        check(inputs(66, (32, 32), torch.float64, heads=4, groups=groups), TOLERANCE["float64"])
+    @pytest.mark.parametrize("heads,groups", [(2, (2, 2, 1)), (4, (1, 2, 4))])
+    def test_grouped_heads(heads, groups):
+        check(inputs(66, (32, 32), torch.float64, heads=heads, groups=groups), TOLERANCE["float64"])
 
     @pytest.mark.parametrize("linear", [False, True])
     def test_packed_sequences(linear):
@@ -118,7 +119,9 @@ else:
     @pytest.mark.parametrize("decay", [0.0, 20.0])
     def test_gates(decay):
         check(inputs(100, (32, 32), torch.float32, decay=decay), TOLERANCE["float32"])
-        check(inputs(100, (32, 32), torch.float64, decay=decay), TOLERANCE["float64"])
+
+    def test_strong_decay_in_float64():
+        check(inputs(100, (32, 32), torch.float64, heads=1, decay=20.0), TOLERANCE["float64"])
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_sixteen_bits(dtype):
@@ -126,7 +129,7 @@ else:
         check(inputs(100, (64, 64), dtype), TOLERANCE[name + " interpreted" * (dtype == torch.bfloat16)])
 
     def test_without_optional_arguments():
-        x = inputs(70, (32, 32), torch.float64)
+        x = inputs(70, (32, 32), torch.float64, heads=1, batch=2)
         for name in ("log_decay", "initial_state", "add_to"):
             del x[name]
         check(x, TOLERANCE["float64"])
@@ -137,13 +140,6 @@ else:
         x["beta"] = torch.full_like(x["beta"], 1.9)
         x["log_decay"] *= 0
         check(x, (1e-10, 1e-10, 1e-10))
-
-    def test_strided_inputs():
-        """Rows as attention hands them over: [B,H,T,D] seen as [B,T,H,D]."""
-        x = inputs(70, (32, 32), torch.float64, batch=2)
-        for name in ("q", "k", "v"):
-            x[name] = x[name].transpose(1, 2).contiguous().transpose(1, 2)
-        check(x, TOLERANCE["float64"])
 
     def test_offsets_beyond_32_bits():
         """Rows 2^24 numbers apart, heads over 2^31: an untouched mapping, of which only the rows become real memory."""
@@ -169,11 +165,11 @@ else:
     @pytest.mark.parametrize("width", [1, 3])
     @pytest.mark.parametrize("linear", [False, True])
     def test_decode_in_place(width, linear):
-        x = inputs(9, (32, 48), torch.float64, heads=4, groups=(1, 2, 2), batch=2)
+        x = inputs(6, (32, 48), torch.float64, groups=(1, 2, 2), batch=2)
         want, last = call(x, linear, force_reference=True)
         state = x["initial_state"].mT.contiguous().mT
         address, outs = state.data_ptr(), []
-        for a in range(0, 9, width):
+        for a in range(0, 6, width):
             rows = {name: t[:, a : a + width] for name, t in x.items() if name != "initial_state"}
             shared = {"state": state, "scale": 0.3, "add_to": rows["add_to"]}
             q, k, v, decay = (rows[name] for name in NAMES[:4])
@@ -233,8 +229,7 @@ else:
         for i, (a, b) in enumerate(zip(sides[0][1], sides[1][1], strict=True)):
             assert_close(f"gradient {i}", a, b, limits[1 if i in (0, 1, 4, 5) else 2])
 
-    @pytest.mark.parametrize("tokens,left", [(1, 0), (65, 0), (130, 70)])
-    @pytest.mark.parametrize("initial", [False, True])
+    @pytest.mark.parametrize("tokens,left,initial", [(1, 0, False), (65, 0, True), (130, 70, False), (130, 70, True)])
     def test_statistics(tokens, left, initial):
         check_statistics(statistics(tokens, (16, 24), torch.float64, left=left), (1e-12, 1e-11, 1e-11), initial)
 
@@ -259,25 +254,14 @@ else:
         limits = TOLERANCE[name + " interpreted" * (dtype == torch.bfloat16)]
         check_statistics(statistics(100, (32, 32), dtype, shift=20.0), limits, initial=False)
 
-    def test_gradcheck_of_the_statistics():
-        tensors = statistics(66, (16, 16), torch.float64, heads=1)
-        tensors[2] = tensors[2].clamp(min=-4)
-
-        def run(k, v, write, forget, kbar, vbar, log_z):
-            lZ = log_norm(write, forget, initial_log_z=log_z)
-            kd, vd, mean, rho2, last = centre(k, v, write, forget, lZ, initial_mean=(kbar, vbar))
-            return lZ, kd, vd, mean, rho2, *last
-
-        assert torch.autograd.gradcheck(run, [x.requires_grad_() for x in tensors], fast_mode=True)
-
-    @pytest.mark.parametrize("linear", [False, True])
-    def test_gradcheck(linear):
+    def test_gradcheck():
+        """Once; elsewhere gradients are compared with those of the torch forms, which test_reference.py checks so."""
         x = inputs(70, (16, 16), torch.float64, heads=1)
-        names = [name for name in x if not (linear and name == "beta")]
+        names = [name for name in x if name != "beta"]
         leaves = [x[name].requires_grad_() for name in names]
 
         def run(*tensors):
-            return call(dict(zip(names, tensors, strict=True)), linear)
+            return call(dict(zip(names, tensors, strict=True)), True)
 
         assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
