@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as FuturesTimeout
 from pathlib import Path
 
 import torch
@@ -647,8 +648,8 @@ def main() -> int:
     import triton
 
     report = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else None, "torch": torch.__version__,
+        "triton": triton.__version__, "cuda": torch.version.cuda,
     }  # fmt: skip
     started = time.time()
 
@@ -689,9 +690,11 @@ def main() -> int:
                     if results[-1]["failed"]:
                         failures += 1
                         print("FAIL", json.dumps(results[-1]), flush=True)
-            except TimeoutError:
+            except FuturesTimeout:
                 missed = [case for future, case in futures.items() if not future.done()]
-                pool.shutdown(wait=True, cancel_futures=True)
+                pool.shutdown(wait=False, cancel_futures=True)
+                for worker in multiprocessing.active_children():  # one of them may hang
+                    worker.terminate()
         print(
             f"correctness: {len(results)} cases, {failures} failed, {len(missed)} not reached, "
             f"{time.time() - started:.0f} s",
