@@ -529,7 +529,9 @@ class RunState:
         except ValueError as error:
             raise UserError(f"{path} is damaged", fix="start afresh with --overwrite") from error
         difference = recipe_difference(old, recipe)
-        if difference and any(self.folder.glob("*.safetensors")):
+        # Of the run or of a part of it. Sampled text has no record: its name tells what made it.
+        kept = [*self.folder.glob("*.safetensors"), *self.folder.glob("*/*.json")]
+        if difference and kept:
             raise UserError(
                 f"{self.out} was begun with another recipe: {difference}",
                 fix="give the same recipe, another OUT, or --overwrite",
@@ -564,7 +566,7 @@ class RunState:
         except (OSError, ValueError, KeyError, TypeError):
             pass
         self._say(f"{data} is damaged: {name} is done again")
-        record.unlink()
+        record.unlink(missing_ok=True)  # another process of ours may have found it too
         return None
 
     def new_folder(self, name: str, needed: int = 0) -> Path:

@@ -420,6 +420,30 @@ def test_damaged_layer_is_redone_and_said(tmp_path):
         assert run.load_layer(1) is not None
 
 
+def test_damage_that_two_processes_find_is_said_and_redone_by_both(tmp_path, monkeypatch):
+    with RunState(tmp_path, RECIPE, say=lambda text: None) as run:
+        run.save_layer(0, {"w": torch.ones(4)}, {})
+        (run.folder / "layer-00000.safetensors").write_bytes(b"")
+        other, digest = RunState.join(tmp_path), checkpoint.hashlib.file_digest
+
+        def meanwhile(*args):
+            monkeypatch.setattr(checkpoint.hashlib, "file_digest", digest)
+            assert other.load_layer(0) is None
+            return digest(*args)
+
+        monkeypatch.setattr(checkpoint.hashlib, "file_digest", meanwhile)
+        assert run.load_layer(0) is None
+
+
+def test_another_recipe_is_refused_when_only_a_part_has_saved_anything(tmp_path):
+    with RunState(tmp_path, RECIPE) as run:
+        run.part("select").save_layer(0, {"w": torch.ones(4)}, {})
+    with pytest.raises(UserError, match="begun with another recipe: mixer was"):
+        RunState(tmp_path, {**RECIPE, "mixer": "vala"})
+    with RunState(tmp_path, RECIPE) as run:
+        assert run.part("select").load_layer(0) is not None
+
+
 def test_another_recipe_is_refused_with_the_difference(tmp_path):
     with RunState(tmp_path, RECIPE) as run:
         run.save_layer(0, {}, {})
