@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from linearize.calibrate import OUTPUT_RIDGE, calibrate_layer, refit_output
 from linearize.mixers import GDN, MIXERS, HeadShape, Mixer, Sample, Segments, StandardGDN, build_mixer
 from linearize.mixers.expansion import forget_logit
-from linearize.mixers.fit import DECAYS, RIDGE, Moments, key_readout
+from linearize.mixers.fit import DECAYS, RIDGE, Moments, attended_keys
 from linearize.mixers.gdn import ERASES
 from linearize.observe import observe
 
@@ -370,43 +370,20 @@ def test_limits_of_mesanet_are_rungs_of_vala():
     assert mesa["vala"] == pytest.approx(vala["vala"], rel=1e-4)
 
 
-# lambda_q
+# The key that attention sees
 
 
-def test_key_readout_is_measured_on_one_half_and_judged_on_the_other():
-    fit, held = sample(0), sample(100)
-    got = key_readout([fit, held], SCALE)
-    attended = {}
-    for name, at in (("fit", fit), ("held", held)):
-        weights = causal(SCALE * torch.einsum("bthk,bshk->bhts", at.q, expand(at.k)))
-        attended[name] = torch.einsum("bhts,bshk->bthk", weights, expand(at.k))
-    for h in range(4):
-        q, keys = fit.q[:, :, h].flatten(0, 1), attended["fit"][:, :, h].flatten(0, 1)
-        coefficient = float((q * keys).sum() / q.square().sum())
-        assert float(got.coefficient[h]) == pytest.approx(coefficient, rel=1e-4)
-        q, keys = held.q[:, :, h].flatten(0, 1), attended["held"][:, :, h].flatten(0, 1)
-        r2 = 1 - (keys - coefficient * q).square().sum() / keys.square().sum()
-        assert float(got.r2[h]) == pytest.approx(float(r2), rel=1e-3, abs=1e-4)
-
-
-def test_key_readout_of_packed_and_padded_samples():
-    batches = [sample(0), sample(100)]
-    want = key_readout(batches, SCALE)
-    for change in (joined, padded):
-        got = key_readout([change(at) for at in batches], SCALE)
-        torch.testing.assert_close(got.coefficient, want.coefficient, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(got.r2, want.r2, atol=1e-4, rtol=1e-4)
-
-
-def test_a_key_attention_that_is_a_multiple_of_the_query_has_r2_of_one():
-    """Each token sees itself alone, and keys are half the queries."""
+def test_attended_keys_are_attention_with_keys_as_values():
     at = sample(0)
-    at.q = 40 * F.normalize(normal(2, LENGTH, 4, 8, seed=9), dim=-1)
-    at.q[:, :, 1::2] = at.q[:, :, ::2]
-    at.k = 0.5 * at.q[:, :, ::2]
-    got = key_readout([at, at], SCALE)
-    torch.testing.assert_close(got.coefficient, torch.full((4,), 0.5, dtype=torch.float64), atol=5e-3, rtol=0)
-    assert (got.r2 > 0.99).all()
+    weights = causal(SCALE * torch.einsum("bthk,bshk->bhts", at.q, expand(at.k)))
+    want = torch.einsum("bhts,bshk->bthk", weights, expand(at.k)).flatten(0, 1)
+    torch.testing.assert_close(attended_keys(at, SCALE), want, atol=1e-5, rtol=1e-4)
+
+
+def test_attended_keys_of_packed_and_padded_samples():
+    want = attended_keys(sample(0), SCALE)
+    for change in (joined, padded):
+        torch.testing.assert_close(attended_keys(change(sample(0)), SCALE), want, atol=1e-5, rtol=1e-4)
 
 
 # Output projection

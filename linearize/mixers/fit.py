@@ -190,29 +190,6 @@ def attended_keys(sample: Sample, scale: float) -> Tensor:
     return out.transpose(1, 2)[sample.real]
 
 
-@dataclass
-class KeyReadout:
-    """How well ``sum_i a_i k_i ~= lambda_q q`` holds, per query head (derivation.md §7).
-
-    coefficient: [H], lambda_q = <sum a_i k_i, q> / <q, q> on the fitting samples. r2: [H], the share of the sum of
-    squares of sum_i a_i k_i on the held-out samples that lambda_q q explains; at most 1, below 0 if it is worse than 0.
-    """
-
-    coefficient: Tensor
-    r2: Tensor
-
-
-@torch.no_grad()
-def key_readout(samples: list[Sample], scale: float) -> KeyReadout:
-    """Measure lambda_q and its held-out R^2; every second sample is held out, so it takes two at least."""
-    moments = Moments()
-    for i, sample in enumerate(choosing(samples, len(samples))):
-        moments.add(sample.q[sample.real][:, :, None], attended_keys(sample, scale), i % 2)
-    index = torch.zeros(sample.q.shape[2], 1, dtype=torch.long, device=sample.q.device)
-    coefficient = moments.cross[0] / moments.gram[0][..., 0].clamp(min=1e-30)
-    return KeyReadout(coefficient[:, 0], 1 - moments.relative(index, coefficient).square())
-
-
 def mean_queries(samples: Iterable[Sample]) -> Tensor:
     """Mean query of every head [H, K] over the real tokens."""
     total, count = 0.0, 0
