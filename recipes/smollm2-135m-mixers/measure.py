@@ -1,0 +1,118 @@
+"""Every mixer from the same text: how it starts, what alignment makes of it, what it holds and how fast it decodes.
+
+    python recipes/smollm2-135m-mixers/measure.py MODEL --data web.jsonl.gz,... --out results.json --device cuda
+
+MODEL: SmolLM2-135M-Instruct as a Hub id, folder or .gguf file. --data: training text (`linearize convert --data`);
+about a twentieth of its documents, chosen by hash, is held out. --wikitext: WikiText-2 articles as .jsonl with the
+field `page`, measured on and nothing else. Each mixer is converted twice, without alignment and with --align-tokens a
+layer, with the layers of --keep left as softmax. The file is written after every arm, and an arm that is in it is not
+run again; --budget-seconds begins no arm once it is used up.
+"""
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from linearize.bench import measure as decode
+from linearize.console import Console
+from linearize.convert import convert
+from linearize.mixers import MIXERS
+from linearize.models import open_model
+from linearize.probes import document_losses, perplexities
+from linearize.recipe import Recipe
+
+ORDER = ("gdn", "gdn-standard", "mesanet", "deltanet", "vala", "ttt", "gdn-native", "k-cache")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--wikitext", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--mixers", default=",".join(ORDER), help="in this order")
+    parser.add_argument("--keep", default="25%,none", help="--keep-softmax of each block of arms")
+    parser.add_argument("--calibrate-tokens", default="32k")
+    parser.add_argument("--align-tokens", default="5M")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--decode-context", type=int, default=8192)
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"))
+    args = parser.parse_args()
+    mixers = args.mixers.split(",")
+    if unknown := set(mixers) - set(MIXERS):
+        parser.error(f"no such mixer: {', '.join(sorted(unknown))}")
+
+    began = time.monotonic()
+    gpu = args.device.startswith("cuda")
+    results = {
+        "command": f"measure.py MODEL --data ... --calibrate-tokens {args.calibrate_tokens} "
+        f"--align-tokens {args.align_tokens} --context {args.context} --device {args.device}",
+        "device": torch.cuda.get_device_name() if gpu else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "arms": [],
+    }
+    if args.out.exists():
+        results = json.loads(args.out.read_text())
+    done = {(arm["mixer"], arm["keep"]) for arm in results["arms"]}
+    for keep in args.keep.split(","):
+        for mixer in mixers:
+            if (mixer, keep) in done or time.monotonic() - began > args.budget_seconds:
+                continue
+            results["arms"].append(measure(mixer, keep, args))
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure(mixer: str, keep: str, args: argparse.Namespace) -> dict:
+    """One mixer with one choice of layers, before and after alignment."""
+    arm = {"mixer": mixer, "keep": keep}
+    for stage, tokens in (("start", 0), ("aligned", args.align_tokens)):
+        values = {
+            "convert.mixer": mixer,
+            "convert.keep_softmax": keep,
+            "calibrate.tokens": args.calibrate_tokens,
+            "calibrate.context": args.context,
+            "align.tokens": tokens,
+            "align.context": args.context,
+            "data.source": args.data,
+            "data.heldout_tokens": "32k",
+            "run.device": args.device,
+            "run.dtype": "float32",
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            out, began = Path(folder) / "out", time.monotonic()
+            record = convert(args.model, out, Recipe.resolve(flags=values), Console(quiet=True))
+            seconds = time.monotonic() - began
+            layers = record["layers"]
+            found = {"heldout": record["heldout"], "seconds": round(seconds, 1)}
+            found["calibrate_seconds"] = round(sum(layer["calibrate_seconds"] for layer in layers), 1)
+            found["errors"] = [layer.get("ladder", {}).get("output") for layer in layers]
+            if stage == "aligned":
+                found["losses"] = [layer["losses"][-1] for layer in layers]
+                found["align_tokens_per_second"] = round(
+                    sum(len(at["losses"]) * at["tokens_per_step"] for at in layers)
+                    / sum(at["align_seconds"] for at in layers)
+                )
+            model = open_model(str(out))
+            student = model.load(torch.device(args.device), "float32")
+            if args.wikitext:
+                lines = args.wikitext.read_text(encoding="utf-8").splitlines()
+                pages = [json.loads(line)["page"] for line in lines]
+                found["wikitext2"] = perplexities(document_losses(student, model.tokenizer, pages, 2 * args.context))
+            if stage == "aligned":
+                found["decode"] = decode(student, args.decode_context, 1, 16)
+            del student
+        arm[stage] = found
+        ppl, ratio = found["heldout"]["student_perplexity"], found["heldout"]["ratio"]
+        print(f"{keep:5} {mixer:13} {stage:8} {ppl:10.2f} ({ratio:.3f}x) {seconds:.0f} s", flush=True)
+    cache = {at["tokens"]: at["student"] for at in record["cache"]}
+    return arm | {"cache_bytes": cache}
+
+
+if __name__ == "__main__":
+    main()
