@@ -71,7 +71,12 @@ TEACHERS: dict[str, tuple[str, dict]] = {
     # Caps low enough to bend most logits.
     "gemma2": (
         "gemma2",
-        {"sliding_window": 6, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+        {
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
     ),
     "qwen3_moe": (
         "qwen3_moe",
