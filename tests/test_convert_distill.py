@@ -233,6 +233,7 @@ WATCHED = [
     (distill_module.dcp, "save", "save"),
 ]
 FILES = ("fsync", "replace", "unlink", "rmdir")
+KILLED = SHORT | {"convert_keep_softmax": "0-2", "distill_tokens": 4 * 96, "data_heldout_tokens": 96}
 
 
 def job(folder: str, out: str, kill_at: int | None, log: str) -> None:
@@ -254,14 +255,14 @@ def job(folder: str, out: str, kill_at: int | None, log: str) -> None:
         setattr(module, name, before(getattr(module, name), moment, lambda now=now: now, name))
     for name in FILES:
         setattr(os, name, before(getattr(os, name), moment, lambda: None, name))
-    values = FAST | {name.replace("_", ".", 1): value for name, value in SHORT.items()}
+    values = FAST | {name.replace("_", ".", 1): value for name, value in KILLED.items()}
     convert(folder, Path(out), Recipe.from_values(values), Console(quiet=True))
 
 
 @pytest.mark.slow
 def test_killed_twenty_times(finished, tmp_path):
     """SIGKILL at random moments of both stages, again and again in one folder; every run goes on from the last."""
-    folder, whole, record = finished
+    folder, whole = finished[0], tmp_path / "whole"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["linearize.convert"])
     seed = random.randrange(2**32)
@@ -274,15 +275,19 @@ def test_killed_twenty_times(finished, tmp_path):
         process.join()
         return process.exitcode
 
-    assert start(str(tmp_path / "whole"), None) == 0
+    assert start(str(whole), None) == 0
     moments = [line.split()[0] for line in log.read_text().splitlines()]
     log.unlink()
-    assert weight_bytes(tmp_path / "whole") == weight_bytes(whole)
+    losses = [line["loss"] for line in lines_of(whole)]
     assert {"calibrate", "align", "distill", "save"} <= set(moments)
-    while kills < 20:
+    while kills < 20 or number < 2:
         number += 1
         out = tmp_path / str(number)
-        while (code := start(str(out), draw.randrange(1, len(moments) // 2))) != 0:
+        # The first kill of a folder is in one stage or the other, those after it wherever the work then is.
+        stage = ("align", "distill")[number % 2]
+        at = 1 + draw.choice([i for i, name in enumerate(moments) if name == stage])
+        while (code := start(str(out), at)) != 0:
+            at = draw.randrange(1, len(moments) // 2)
             assert code == -signal.SIGKILL
             kills += 1
             if out.exists():
@@ -290,10 +295,10 @@ def test_killed_twenty_times(finished, tmp_path):
         assert weight_bytes(out) == weight_bytes(whole)
         lines = lines_of(out)
         assert [(line["stage"], line["step"]) for line in lines] == [
-            *[("align", step) for _ in range(2) for step in (1, 2)],
-            *[("distill", step) for step in range(1, 7)],
+            *[("align", step) for step in (1, 2)],
+            *[("distill", step) for step in range(1, 5)],
         ]
-        assert [line["loss"] for line in lines[4:]] == record["distill"]["losses"]
+        assert [line["loss"] for line in lines] == losses
         assert not (out / ".linearize").exists() and not list(out.rglob("*.partial"))
     killed = log.read_text().split("\n")
     print(kills, "kills in", number, "folders:", killed)
