@@ -21,7 +21,7 @@ from linearize.errors import UsageError, UserError, one_line
 from linearize.export import exportable
 from linearize.families import Family, family_of
 from linearize.mixers import MIXERS, HeadShape
-from linearize.recipe import Distill, Recipe
+from linearize.recipe import Recipe
 from linearize.teacher import empty_model, open_teacher, stored_shapes
 
 LENGTHS = (1024, 8192, 32768)  # tokens at which the caches are compared
@@ -97,6 +97,7 @@ class Plan:
     distill_tokens: int
     memory: dict[str, int]
     distill_memory: dict[str, int]
+    select_memory: dict[str, int]
     disk: dict[str, int]
     seconds: dict[str, float]
     export: dict[str, str | None]  # by target: why the student cannot be written so, None when it can
@@ -105,11 +106,19 @@ class Plan:
     def converted(self) -> list[int]:
         return [layer.layer for layer in self.layers if layer.state_bytes]
 
+    def memories(self) -> dict[str, dict[str, int]]:
+        """The parts of the memory that each stage needs, by what it is called; {} for a stage that is left out."""
+        return {
+            "memory, layer by layer": self.memory,
+            "memory, choosing layers": self.select_memory,
+            "memory, end to end": self.distill_memory,
+        }
+
     def summary(self) -> str:
         """The plan in one line, as convert prints it before it starts."""
         kinds = sorted({layer.becomes for layer in self.layers if layer.state_bytes})
         kept = [str(layer.layer) for layer in self.layers if not layer.state_bytes]
-        memory = format_bytes(max(sum(self.memory.values()), sum(self.distill_memory.values())))
+        memory = format_bytes(max(sum(parts.values()) for parts in self.memories().values()))
         disk = format_bytes(sum(self.disk.values()))
         return (
             f"{self.model}: {self.family}, {format_count(self.parameters)} parameters; {len(self.converted)} of "
@@ -123,6 +132,7 @@ class Plan:
             "converted_layers": self.converted,
             "memory_bytes": sum(self.memory.values()),
             "distill_memory_bytes": sum(self.distill_memory.values()),
+            "select_memory_bytes": sum(self.select_memory.values()),
             "disk_bytes": sum(self.disk.values()),
         }
 
@@ -163,8 +173,7 @@ class Plan:
         )
         if self.distill_tokens:
             needs.append(("distillation tokens", format_count(self.distill_tokens)))
-        memory = {"memory, layer by layer": self.memory, "memory, end to end": self.distill_memory}
-        for title, parts in (memory | {"disk": self.disk}).items():
+        for title, parts in (self.memories() | {"disk": self.disk}).items():
             if parts:
                 needs.append((title, f"about {format_bytes(sum(parts.values()))}"))
                 needs += [(f"  {name.replace('_', ' ')}", format_bytes(size)) for name, size in parts.items()]
@@ -259,10 +268,13 @@ def make_plan(
 
     Memory, layer by layer: one block in fp32 with AdamW's gradient and two moments for its attention and mixer,
     embeddings and head in fp32, the hidden states of the text as far as align.cache_bytes allows, and one step's
-    activations; on a GPU all of it is there. End to end, in one process: fp32 weights, gradients, two moments and the
-    running mean of what trains, the rest in fp32, and the teacher. Disk: the checkpoint, the finished layers in fp32
-    that a stopped run goes on from, hidden states beyond the budget, and a .gguf file's dequantised copy or the
-    download. Time: see :func:`work`.
+    activations; on a GPU all of it is there. Choosing layers: the student without softmax and a second softmax layer
+    beside each of its own in fp32, and the teacher. End to end, in one process: fp32 weights, gradients, two moments
+    and the running mean of what trains, the rest in fp32, and the teacher. Disk, at most at a time: the checkpoint; the
+    finished layers in fp32 that a stopped run goes on from, and where all are calibrated first their starts; those of
+    the student that layers are chosen in; beside the checkpoint the states and the result of distillation; hidden
+    states beyond the budget; and a .gguf file's dequantised copy or the download. Time: see :func:`work`; none where
+    layers are chosen or the student is distilled, which has not been measured.
     """
     config, family = source.config, family_of(source.config)
     model = empty_model(family, config, source.model, source.shapes)
@@ -280,19 +292,34 @@ def make_plan(
     )
     trained = max(layer.parameters + layer.mixer_parameters for layer in layers if layer.state_bytes)
     align, calibrate = recipe.align, recipe.calibrate
-    steps = align.tokens // align.batch_tokens
+    step_tokens = max(1, align.batch_tokens // align.context) * align.context
+    steps = max(1, align.tokens // step_tokens) if align.tokens else 0
     block = max(_count(block) for block in blocks)
-    text = max(steps * align.batch_tokens, calibrate.tokens, recipe.data.heldout_tokens)
+    measured = recipe.measured_count() is not None
+    every = layers
+    if measured:
+        linear = recipe.replace({"convert.keep_softmax": "none"}).mixer_specs(len(blocks))
+        every = [_layer(i, block, family, config, shape, linear[i]) for i, block in enumerate(blocks)]
     rows = max(align.batch_tokens if align.tokens else 0, calibrate.context)
     width = config.hidden_size + 2 * config.intermediate_size + 6 * shape.q_heads * shape.key_dim
-    hidden = 2 * getattr(torch, align.cache_dtype).itemsize * text * config.hidden_size
-    kept = min(hidden, 2 * align.cache_bytes)
+    # Of teacher and student for calibration and held-out text, of the teacher for alignment: all at the same time.
+    text = [calibrate.tokens] * 2 + [align.tokens] + [recipe.data.heldout_tokens] * 2
+    streams = [getattr(torch, align.cache_dtype).itemsize * tokens * config.hidden_size for tokens in text]
+    kept = sum(size for size in streams if size <= align.cache_bytes)
+    distill_memory = _distill_memory(recipe, layers, parameters, stays)
     disk = {
         "checkpoint": stays * dtype.itemsize + 4 * new,
-        "finished_layers": 4 * sum(at.parameters + at.mixer_parameters for at in layers if at.state_bytes),
+        "finished_layers": _saved_layers(layers, recipe),
     }
-    if hidden > kept:
-        disk["hidden_states"] = hidden - kept
+    if measured:
+        disk["choosing_layers"] = _saved_layers(every, recipe)
+    if recipe.distill.tokens:
+        # Weights and moments, as much as gradients and moments. The old state goes after the new one is whole, the last
+        # after the result is, and the result after the checkpoint.
+        state, result = distill_memory["gradients_and_moments"], disk["checkpoint"]
+        disk["distillation"] = max(2 * state, state + result, 2 * result) - result
+    if sum(streams) > kept:
+        disk["hidden_states"] = sum(streams) - kept
     if source.unpack:
         disk["dequantised_copy"] = 4 * parameters
     if source.download:
@@ -326,12 +353,13 @@ def make_plan(
             "hidden_states": kept,
             "activations": 4 * rows * width,
         },
-        distill_memory=_distill_memory(recipe.distill, layers, parameters, stays, source.dtype.itemsize),
+        distill_memory=distill_memory,
+        select_memory=_select_memory(recipe, every, parameters) if measured else {},
         disk=disk,
         seconds={
             device: sum(flops / rates[stage] for stage, flops in work(config, model, shape, recipe, len(specs)).items())
             for device, rates in RATES.items()
-            if not recipe.distill.tokens
+            if not recipe.distill.tokens and not measured
         },
         export={"qwen3_5": exportable(config, specs)},
     )
@@ -347,10 +375,30 @@ def _notes(family: Family, layers: list[LayerPlan], measured: int | None) -> str
     return "; ".join(notes)
 
 
-def _distill_memory(
-    options: Distill, layers: list[LayerPlan], parameters: int, stays: int, itemsize: int
-) -> dict[str, int]:
+def _saved_layers(layers: list[LayerPlan], recipe: Recipe) -> int:
+    """Bytes of converted layers as a run keeps them, and of their starts where those are kept as well."""
+    order, several = recipe.align.order, int(os.environ.get("WORLD_SIZE", "1")) > 1
+    starts = order == "calibrate-first" or (order == "auto" and several)
+    return 4 * sum(at.parameters + at.mixer_parameters for at in layers if at.state_bytes) * (1 + starts)
+
+
+def _teacher_itemsize(device: str) -> int:
+    """Bytes of a weight of the whole teacher beside the whole student: bf16 on a GPU, else fp32."""
+    return 2 if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()) else 4
+
+
+def _select_memory(recipe: Recipe, layers: list[LayerPlan], parameters: int) -> dict[str, int]:
+    """layers: all of them converted; parameters: of the teacher."""
+    return {
+        "student": 4 * (parameters + sum(at.mixer_parameters for at in layers)),
+        "second_softmax": 4 * sum(at.parameters for at in layers),
+        "teacher": _teacher_itemsize(recipe.run.device) * parameters,
+    }
+
+
+def _distill_memory(recipe: Recipe, layers: list[LayerPlan], parameters: int, stays: int) -> dict[str, int]:
     """parameters: of the teacher; stays: those of them that the student keeps."""
+    options = recipe.distill
     if not options.tokens:
         return {}
     new = sum(at.mixer_parameters for at in layers)
@@ -359,7 +407,7 @@ def _distill_memory(
     return {
         "student": 4 * (stays + new),
         "gradients_and_moments": (12 + 4 * bool(options.ema)) * trained,
-        "teacher": itemsize * parameters,
+        "teacher": _teacher_itemsize(recipe.run.device) * parameters,
     }
 
 
@@ -460,6 +508,7 @@ def memory_warning(plan: Plan) -> str | None:
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for parts, fix in (
         (plan.memory, "lower --align-batch-tokens or --align-cache-bytes"),
+        (plan.select_memory, "name the layers in --keep-softmax"),
         (plan.distill_memory, "share it over more processes, or train less with --distill-train mixers"),
     ):
         if sum(parts.values()) > here:
