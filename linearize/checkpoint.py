@@ -444,7 +444,8 @@ class RunState:
 
     recipe     everything that decides the result, as nested dicts of JSON values: a resumed run must have the same
     overwrite  start afresh: removes the old checkpoint (config.json first) and the old state
-    needed     bytes the run will need in OUT; checked now, so as not to fail hours later
+    needed     bytes the run will need in OUT, what it has saved there included; checked now, so as not to fail hours
+               later
     say        receives lines for the user (a damaged layer file that is redone)
 
     Raises UserError: OUT is not ours, another process works in it, another recipe began it, not enough space.
@@ -479,7 +480,8 @@ class RunState:
                 return
             with writing(self.out):
                 self._begin(overwrite)
-            self._check_space(needed)
+                held = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+            self._check_space(needed - held)
             self._check_recipe(json.loads(json.dumps(recipe)))
         except BaseException:
             self.close()

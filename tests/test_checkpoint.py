@@ -540,6 +540,18 @@ def test_space_is_checked_at_the_start(tmp_path):
         pass
 
 
+def test_what_a_stopped_run_has_saved_is_not_needed_again(tmp_path, monkeypatch):
+    with RunState(tmp_path, RECIPE, needed=4_000_000) as run:
+        run.save_layer(0, {"w": torch.ones(500_000)}, {})
+        run.part("select").save_layer(0, {"w": torch.ones(250_000)}, {})
+    usage = checkpoint.shutil._ntuple_diskusage(10**9, 0, 1_100_000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    with RunState(tmp_path, RECIPE, needed=4_000_000) as run:
+        assert run.finished_layers() == [0]
+    with pytest.raises(UserError, match="free and the run needs"):
+        RunState(tmp_path, RECIPE, needed=5_000_000)
+
+
 def test_state_left_by_a_kill_after_the_last_file_is_removed(tmp_path):
     with RunState(tmp_path, RECIPE) as run:
         run.save_layer(0, {}, {})
