@@ -37,7 +37,8 @@ class Questions:
             return None
         words, prompts = words_of(tokenizer), []
         for number in range(options.questions):
-            made = recall_prompt(tokenizer, words, options.question_tokens, seed + number)
+            # Below 0, where no seed of `linearize eval` is: results are not measured on what the choice has seen.
+            made = recall_prompt(tokenizer, words, options.question_tokens, -1 - seed - number)
             if made is None:
                 raise UserError(
                     "this tokenizer has too few words for key-value questions of that length",

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from conftest import make_student, teacher_model, tiny_tokenizer
 from test_convert import run_convert
 
+from linearize import probes
 from linearize.data import Rows
 from linearize.errors import UsageError
 from linearize.processes import Processes
@@ -66,6 +67,15 @@ def test_answers_are_asked_at_their_places():
             asked = tokenizer.decode(ids[: place + 1]).rsplit("\n", 1)[-1]
             assert tokenizer.decode(ids[place + 1]) == pairs[asked.rstrip(":")]
     assert Questions.make(tokenizer, Select(questions=0), seed=0) is None
+
+
+def test_no_question_is_one_that_recall_is_measured_on():
+    """eval takes seeds from 0 on, and may ask at the same length."""
+    tokenizer = tiny_tokenizer()
+    questions = Questions.make(tokenizer, Select(questions=4, question_tokens=40), seed=0)
+    measured = [probes.recall_prompt(tokenizer, probes.words_of(tokenizer), 40, seed)[0] for seed in range(20)]
+    assert not any(ids in measured for ids in questions.ids.tolist())
+    assert len({tuple(ids) for ids in questions.ids.tolist()}) == 4
 
 
 class Table:
