@@ -168,9 +168,9 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in parts)
 
 
-def limit_of(tasks: dict) -> int | None:
-    """The --limit with which tasks were measured: such a result is a test and no figure to publish."""
-    return (tasks.get("settings") or {}).get("limit")
+def limit_of(measured: dict) -> int | None:
+    """The --limit with which tasks or perplexity were measured: such a result is a test and no figure to publish."""
+    return (measured.get("settings") or {}).get("limit")
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
@@ -229,7 +229,10 @@ def _perplexity(evaluation: Evaluation) -> list[str]:
     for unit in ("word", "token"):
         values = [with_error((at.get(side) or {}).get(f"{unit}_perplexity")) for side in ("teacher", "student")]
         rows.append((f"{unit} perplexity", *values, f"× {ratio[unit]:.3f}" if unit in ratio else "–"))
-    return table((f"{at['tokens']} tokens of {at['text']['source']}, context {at['context']}", *SIDES, "ratio"), rows)
+    limit = limit_of(at)
+    few = "" if limit is None else f", {limit} documents only: a test"
+    text = f"{at['tokens']} tokens of {at['text']['source']}, context {at['context']}{few}"
+    return table((text, *SIDES, "ratio"), rows)
 
 
 def _recall(evaluation: Evaluation) -> list[str]:

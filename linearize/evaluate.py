@@ -121,6 +121,8 @@ def evaluate(source: str, options: Options, console: Console) -> dict:
     }
     out = Path(source).expanduser() / "eval" if student.ours else None
     suffix = "" if teacher else "-alone"
+    # What is measured on a few documents does not take the place of what was measured on all.
+    limited = f"-limit-{options.limit}" if options.limit else ""
     if tasks is not None:
         found = {side: harness.merged([parts[r.name] for r in tasks.requests]) for side, parts in measured.items()}
         compared = tasks.compare(found)
@@ -129,7 +131,6 @@ def evaluate(source: str, options: Options, console: Console) -> dict:
         if out is not None:
             for side, model in sides.items():
                 harness.write_results(out, found[side], model.source)
-            limited = f"-limit-{options.limit}" if options.limit else ""
             identity = {side: model.identity() for side, model in sides.items()}
             _write_tasks(out / f"tasks{limited}{suffix}.json", {**report, "identity": identity})
     for name, job in jobs.items():
@@ -137,7 +138,7 @@ def evaluate(source: str, options: Options, console: Console) -> dict:
         report[name] = job.compare({side: parts[name] for side, parts in measured.items()})
         job.show(source, report[name], console)
         if out is not None:
-            _write(out / f"{name}{suffix}.json", {**head, **report[name]})
+            _write(out / f"{name}{limited if job.limited else ''}{suffix}.json", {**head, **report[name]})
     if out is not None:
         console.line(f"results are in {out}")
     console.result(report)
@@ -368,9 +369,10 @@ def _write_tasks(path: Path, report: dict) -> None:
 class Job:
     """One measure by name: what decides its result (`key`), how it is made, compared and shown.
 
-    `total` of `unit` is what `measure` reports as progress.
+    `total` of `unit` is what `measure` reports as progress. `limited`: whether it is measured on --limit documents.
     """
 
+    limited = False
     unit = "tok"
     total: float | None = None
     key: dict
@@ -402,6 +404,8 @@ class Job:
 
 class Perplexity(Job):
     """Perplexity of text, in windows of --context tokens."""
+
+    limited = True
 
     def __init__(self, options: Options, student: Model) -> None:
         super().__init__(options, student)

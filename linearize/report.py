@@ -62,10 +62,10 @@ def read_folder(path: Path) -> Folder:
         found = _object(path / "eval" / f"{name}.json") or _object(path / "eval" / f"{name}-alone.json")
         if found:
             evaluation[name] = found
-    if "tasks" not in evaluation:
-        limited = sorted((path / "eval").glob("tasks-limit-*.json"), key=lambda file: file.stat().st_mtime)
+    for name in {"tasks", "perplexity"} - evaluation.keys():
+        limited = sorted((path / "eval").glob(f"{name}-limit-*.json"), key=lambda file: file.stat().st_mtime)
         if limited and (found := _object(limited[-1])):
-            evaluation["tasks"] = found
+            evaluation[name] = found
     recipe = path / "recipe.yaml"
     return Folder(
         path=path,
@@ -455,6 +455,8 @@ def _perplexity_table(found: dict) -> Table:
         kept = ratio.get(key.partition("_")[0])
         rows.append([name, *values, "–" if kept is None else f"× {kept:.3f}"])
     note = f"{found['tokens']} tokens of {found['text']['source']}, context {found['context']}"
+    if (limit := card.limit_of(found)) is not None:
+        note += f", {limit} documents only: a test"
     if gap := found.get("loss_difference"):
         difference = card.with_error(gap["nats_per_token"], gap.get("stderr"))
         note += f"; the student loses {difference} nats a token more"

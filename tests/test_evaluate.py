@@ -318,8 +318,10 @@ def test_own_measures_need_no_lm_eval(model, capsys, monkeypatch, short):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     own, few = "perplexity,parity,recall,repetition", ("--limit", "2", "--prompts", "2")
     report, _ = run_json(capsys, model, "--tasks", own, *few, "--lengths", "64,128,512", "--context", "64")
-    for name in own.split(","):
-        file = json.loads((model / "eval" / f"{name}.json").read_text())
+    files = dict(zip(own.split(","), ("perplexity-limit-2", "parity", "recall", "repetition"), strict=True))
+    assert {path.stem for path in (model / "eval").iterdir()} == set(files.values()), "of all documents, there is none"
+    for name, stem in files.items():
+        file = json.loads((model / "eval" / f"{stem}.json").read_text())
         assert {key: file[key] for key in report[name]} == report[name]
     ratio = report["perplexity"]["ratio"]["token"]
     gap = report["perplexity"]["loss_difference"]

@@ -280,11 +280,14 @@ def test_measured_alone_and_limited(tmp_path, monkeypatch):
         "retained": {**alone, "tasks": {"piqa": "acc"}},
     }
     (path / "eval" / "tasks-limit-5.json").write_text(json.dumps(tasks))
+    text = EVALUATION["perplexity"] | {"settings": {"limit": 5}}
+    (path / "eval" / "perplexity-limit-5.json").write_text(json.dumps(text))
     lengths = {"lengths": {"64": {"questions": 9, "student": 0.5, "student_stderr": 0.1}}}
     (path / "eval" / "recall-alone.json").write_text(json.dumps(lengths))
     report(path, Console(quiet=True))
     page = Page((path / "report.html").read_text())
     assert "Only the first 5 documents of each task were asked: a test, not a result." in page.text
+    assert "5 documents only: a test" in page.text and "5 documents only: a test" in (path / "README.md").read_text()
     assert "piqa (acc) – 0.500 ± 0.100 –" in page.text and "64 – 0.50 ± 0.10" in page.text
 
 
