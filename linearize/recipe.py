@@ -41,8 +41,6 @@ MIXER_OPTIONS = {
     "vala": READOUT,
     "ttt": (*READOUT, "ttt_width", "ttt_momentum"),
     "k-cache": READOUT,
-    "ttt": (*READOUT, "ttt_width", "ttt_momentum"),
-    "k-cache": READOUT,
     "gdn-standard": (),
     "gdn-native": (),
 }
@@ -103,8 +101,6 @@ class Calibrate:
     context: Count = key(512, "Tokens in a row of calibration text.", least=16)
     taps: int = key(4, "Recent values that each head reads directly.", least=1)
     time_scales: int = key(3, "Running means over other time spans that each head reads.", least=0)
-    ttt_width: int = key(32, "Hidden units per head of ttt's inner model, beside its linear part.", least=0)
-    ttt_momentum: bool = key(False, "Train ttt's inner model with momentum as well, at twice its state.")
     ttt_width: int = key(32, "Hidden units per head of ttt's inner model, beside its linear part.", least=0)
     ttt_momentum: bool = key(False, "Train ttt's inner model with momentum as well, at twice its state.")
 
