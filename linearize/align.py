@@ -25,10 +25,11 @@ class Step:
 
 
 def learning_rate(step: int, steps: int, options: Align) -> float:
-    """Linear warm-up to ``lr``, then a cosine to ``lr_min`` at the last step."""
-    if step < options.warmup:
-        return options.lr * (step + 1) / options.warmup
-    progress = (step - options.warmup) / max(1, steps - options.warmup - 1)
+    """Linear warm-up to ``lr``, over half of the steps at most, then a cosine to ``lr_min`` at the last step."""
+    warmup = min(options.warmup, steps // 2)
+    if step < warmup:
+        return options.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup - 1)
     return options.lr_min + (options.lr - options.lr_min) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 

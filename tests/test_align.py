@@ -104,6 +104,9 @@ def test_learning_rate():
     for steps, warmup in ((1, 0), (1, 50), (2, 0), (3, 3), (51, 50)):
         options = Align(lr=1e-2, lr_min=1e-4, warmup=warmup)
         assert all(0 < learning_rate(step, steps, options) <= 1e-2 for step in range(steps))
+    # Half of a short training warms up at most: its rate is reached, and comes down again.
+    rates = [learning_rate(step, 12, Align(lr=1e-2, lr_min=1e-4, warmup=50)) for step in range(12)]
+    assert max(rates) == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-4)
 
 
 def test_the_optimiser_follows_the_schedule():
