@@ -32,6 +32,7 @@ from linearize.errors import UserError
 from linearize.evaluate import continue_text
 from linearize.layerwise import BATCH_TOKENS, Layerwise, aligned_lines
 from linearize.metrics import Metrics
+from linearize.models import content_digest
 from linearize.plan import Plan, plan_model
 from linearize.processes import Processes, join, one_after_the_first
 from linearize.recipe import Recipe
@@ -55,7 +56,8 @@ def convert(model: str, out: Path, recipe: Recipe, console: Console) -> dict:
         ),
     )
     identity = {"teacher": _teacher_identity(teacher), "recipe": recipe.fingerprint()}
-    needed = plan.disk["checkpoint"] + plan.disk["finished_layers"]
+    elsewhere = ("download", "dequantised_copy")  # in caches
+    needed = sum(size for name, size in plan.disk.items() if name not in elsewhere)
     begin = functools.partial(RunState, out, identity, overwrite=recipe.run.overwrite, needed=needed, say=console.line)
     with begin() if here.first else nullcontext() as own:
         here.wait()
@@ -179,16 +181,17 @@ def select_layers(teacher: Teacher, recipe: Recipe, here: Processes, run: RunSta
         }
     )
     part, specs = run.part("select"), linear.mixer_specs(teacher.config.num_hidden_layers)
+    questions = Questions.make(teacher.tokenizer, options, recipe.run.seed)  # which may fail, so before the work
     console.line(f"choosing {count} of {len(specs)} layers: a student without softmax first")
     with Metrics(part.folder, writes=False) as metrics:
-        text = prepare_text(teacher, linear, here, part, console)
-        rows = prepare_text(teacher, compared, here, run.part("select-text"), console).calibration
+        # Sampled text lies in the run, which samples no more of it for what comes after.
+        text = prepare_text(teacher, linear, here, run, console)
+        rows = prepare_text(teacher, compared, here, run, console).calibration
         convert_layers(teacher, specs, linear, text, here, part, metrics, console)
     student, model = assemble(teacher, specs, here)
     for whole in (student, model):
         whole.to(here.device).eval().requires_grad_(False)
     fill(student, model, teacher, specs, part)
-    questions = Questions.make(teacher.tokenizer, options, recipe.run.seed)
     hybrid = Hybrid(student, model, list(specs), rows, questions, options, BATCH_TOKENS[here.device.type])
     total = measurements(len(specs), count, options.method)
     with console.stage("choose layers", total, unit="hybrid") as bar:
@@ -250,7 +253,7 @@ def distil(
         training_streams(teacher, recipe, here, run, console),
         here,
         seed=recipe.run.seed,
-        identity=_teacher_identity(teacher),
+        identity={**_teacher_identity(teacher), "files": content_digest(teacher.folder)},
         fill=lambda: fill(student, model, teacher, specs, run),
     )
     seconds, peak = trainer.trial()

@@ -161,7 +161,8 @@ class Targets:
 
     def __init__(self, teacher: nn.Module, options: Distill, identity: dict) -> None:
         self.teacher, self.head, self.options = teacher, Head(teacher), options
-        self.identity = json.dumps([identity, options.top_k, options.temperature], sort_keys=True)
+        dtype = str(next(teacher.parameters()).dtype)
+        self.identity = json.dumps([identity, dtype, options.top_k, options.temperature], sort_keys=True)
         self.folder = Path(options.cache).expanduser() if options.cache else None
         if self.folder is not None:
             with writing(self.folder):
@@ -219,9 +220,10 @@ class Trainer:
     """Distils a student; its state can be saved, and loaded by another number of processes.
 
     student: fp32 weights, on the CPU or the device, the same in every process; it is moved, split or repeated here.
-    teacher: frozen; the same. fill: sets the weights of both, once they are where they stay. loaders: makes the
-    endless loader of (context, rows), an iterator over batches with state_dict and load_state_dict. The order of work
-    is fixed by the recipe and the seed, so that a stopped run goes on to the same weights, bit for bit on a CPU.
+    teacher: frozen; the same. identity: JSON values that tell it from others that share distill.cache. fill: sets the
+    weights of both, once they are where they stay. loaders: makes the endless loader of (context, rows), an iterator
+    over batches with state_dict and load_state_dict. The order of work is fixed by the recipe and the seed, so that a
+    stopped run goes on to the same weights, bit for bit on a CPU.
     """
 
     def __init__(
@@ -495,11 +497,14 @@ class Trainer:
         ids = torch.randint(size, (rows, at.context), generator=torch.Generator().manual_seed(0))
         positions = torch.arange(at.context).expand(rows, -1)
         seconds = 0.0
+        # Random text is nothing to keep, and the teacher's time is part of a step.
+        folder, self.targets.folder = self.targets.folder, None
         for _ in range(2):
             began = time.monotonic()
             self.gradients(ids, positions, ids.numel())
             self.optimizer.zero_grad(set_to_none=True)
             seconds = time.monotonic() - began
+        self.targets.folder = folder
         [seconds] = self.here.sum(seconds)
         share = at.rows / self.here.world / rows
         return seconds / self.here.world * share, peak_memory(self.here.device)

@@ -74,8 +74,8 @@ class Model:
         return model.to(device).eval().requires_grad_(False)
 
     def identity(self) -> dict:
-        """What decides this model's results: the commit of a Hub id, else a hash of the files (see :func:`_digest`)."""
-        return {"source": self.source, "revision": self.revision, "files": _digest(self.folder)}
+        """What decides this model's results: the commit of a Hub id, and the files' :func:`content_digest`."""
+        return {"source": self.source, "revision": self.revision, "files": content_digest(self.folder)}
 
 
 def open_model(source: str, *, revision: str | None = None, say: Callable[[str], None] | None = None) -> Model:
@@ -175,7 +175,7 @@ def hushed() -> Iterator[None]:
             library.enable_progress_bar()
 
 
-def _digest(folder: Path) -> str:
+def content_digest(folder: Path) -> str:
     """Hash of what a model's results depend on.
 
     Small files count whole. Of a weight file its size, time and first and last megabyte: reading all of it would take

@@ -151,6 +151,26 @@ def test_checkpointed_is_plain():
     assert forwards.count(plain) == 2 and forwards.count(again) == 4
 
 
+def test_a_trial_runs_the_teacher_each_time_and_keeps_nothing(tmp_path, monkeypatch):
+    made, seen = trainer(changed(top_k=4, cache=str(tmp_path))), []
+    made.targets.teacher.model.register_forward_hook(lambda *_: seen.append(1))
+    made.trial()
+    assert not list(tmp_path.iterdir()), "random text"
+    assert len(seen) == 2, "its time counts in the step that is measured"
+    batch = Loader(16, 4).batch(1)
+    made.gradients(batch.ids, batch.positions, 64)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_targets_of_another_teacher_or_number_format_are_not_taken(tmp_path):
+    options, batch = changed(top_k=4, cache=str(tmp_path)), Loader(16, 4).batch(1)
+    for count, (dtype, identity) in enumerate(
+        [(torch.float32, {"files": "a"}), (torch.float32, {"files": "b"}), (torch.bfloat16, {"files": "b"})], 1
+    ):
+        trainer(options, dtype=dtype, identity=identity).gradients(batch.ids, batch.positions, 64)
+        assert len(list(tmp_path.iterdir())) == 2 * count
+
+
 def test_temperature_and_top_k_reach_the_loss():
     batch = Loader(16, 4).batch(1)
     losses = [gradients_of(trainer(changed(**c)), batch)[0] for c in ({}, {"temperature": 2.0}, {"top_k": 8})]

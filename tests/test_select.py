@@ -1,16 +1,18 @@
 """Choosing the layers that keep their softmax: the measure, the greedy search, and convert from end to end."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_student, teacher_model, tiny_tokenizer
-from test_convert import run_convert
+from test_convert import recipe, run_convert
 
 from linearize import probes
-from linearize.data import Rows
-from linearize.errors import UsageError
+from linearize.data import Rows, sampling
+from linearize.errors import UsageError, UserError
+from linearize.plan import plan_model
 from linearize.processes import Processes
 from linearize.recipe import Recipe, Select
 from linearize.select import Hybrid, Questions, choose, measurements
@@ -166,3 +168,32 @@ def test_how_many_is_known_before_which():
     assert set(recipe.mixer_specs(30, kept=range(8))) == set(range(8, 30))
     with pytest.raises(UsageError):
         recipe.mixer_specs(8)
+
+
+def test_questions_that_cannot_be_asked_are_refused_before_the_work(tmp_path, teacher_folder, monkeypatch):
+    from linearize import convert as module
+
+    monkeypatch.setattr(module, "convert_layers", lambda *a: pytest.fail("hours of work"))
+    with pytest.raises(UserError, match="lower --select-question-tokens"):
+        run_convert(teacher_folder("llama"), tmp_path / "out", **SELECT | {"select_question_tokens": 100_000})
+
+
+def test_text_that_the_teacher_makes_is_made_once(tmp_path, teacher_folder, monkeypatch):
+    made, sample = [], sampling._Sampler.sample
+
+    def counted(self, seed, index, look):
+        made.append((seed, index))
+        return sample(self, seed, index, look)
+
+    monkeypatch.setattr(sampling._Sampler, "sample", counted)
+    run_convert(teacher_folder("llama"), tmp_path / "out", **SELECT, data_source="self", data_self_batch=4)
+    assert made and len(made) == len(set(made))
+
+
+def test_there_must_be_room_for_the_choice(tmp_path, teacher_folder, monkeypatch):
+    folder = str(teacher_folder("llama"))
+    disk = plan_model(folder, recipe(**SELECT)).disk
+    room = sum(disk.values()) - disk["choosing_layers"] // 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, room))
+    with pytest.raises(UserError, match="free and the run needs"):
+        run_convert(folder, tmp_path / "out", **SELECT)
