@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from linearize import __version__
 from linearize.console import Console
@@ -22,16 +23,53 @@ from linearize.recipe import GROUPS, OPTIONS, Option, Recipe, find_recipe, parse
 ParserError = typer.BadParameter.__mro__[2]
 
 HELP = {"help_option_names": ["-h", "--help"]}
-app = typer.Typer(
+
+
+class Verb(TyperCommand):
+    """A command whose help lists its flags group by group, in plain text: a long flag moves its text to the next
+    line. Boxes would cut it at 80 columns."""
+
+    def collect_usage_pieces(self, ctx) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx, formatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            names, text = param.get_help_record(ctx)
+            # The parser's "[default: (x); x>=1]" in the words of the recipe keys.
+            text, _, notes = text.partition("  [")
+            default = re.match(r"default: \(?(.+?)\)?(; [^;]*)?\]$", notes)
+            if default:
+                text += f" Default: {default[1]}."
+            if param.param_type_name == "argument":
+                groups.setdefault("Arguments", []).append((param.metavar, text))
+            else:
+                text += " Required." if param.required else ""
+                groups.setdefault(param.rich_help_panel or "Options", []).append((names, text))
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class Verbs(typer.Typer):
+    """A Typer without boxes, whose commands are Verbs."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(no_args_is_help=True, rich_markup_mode=None, **settings)
+
+    def command(self, name: str | None = None, **settings):
+        return super().command(name, cls=Verb, **settings)
+
+
+app = Verbs(
     help="Turn softmax attention layers of a language model into linear-time mixers.",
     epilog="Example: linearize convert HuggingFaceTB/SmolLM2-135M-Instruct out/smollm2 --keep-softmax 25%",
     context_settings=HELP,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-recipes_app = typer.Typer(help="List, show or copy the recipes that ship with linearize.", no_args_is_help=True)
+recipes_app = Verbs(help="List, show or copy the recipes that ship with linearize.")
 app.add_typer(recipes_app, name="recipes", epilog="Example: linearize recipes show smollm2-135m-cpu-demo")
-bench_app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
+bench_app = Verbs(help="Measure speed and memory on this machine.")
 app.add_typer(bench_app, name="bench", epilog="Example: linearize bench decode out/smollm2 --teacher")
 
 ModelArg = Annotated[
@@ -41,7 +79,7 @@ OutArg = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the conve
 RecipeOption = Annotated[
     str | None,
     typer.Option(
-        "--recipe", "-r", metavar="NAME|PATH", help="Recipe to start from (linearize recipes ls).", show_default="none"
+        "--recipe", "-r", metavar="NAME|PATH", help="Recipe to start from (linearize recipes ls).", show_default=False
     ),
 ]
 SetOption = Annotated[
@@ -66,7 +104,10 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=HOW)
 ]
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No progress, only results and warnings.", rich_help_panel=HOW)
+    bool,
+    typer.Option(
+        "--quiet", "-q", help="No bars, no remarks: one line a stage, results, warnings.", rich_help_panel=HOW
+    ),
 ]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Say more; show the traceback of an error.", rich_help_panel=HOW)
@@ -135,7 +176,10 @@ def plan(
         str, typer.Option("--batches", metavar="N,...", help="Numbers of sequences in these caches.")
     ] = "1",
 ) -> None:
-    """Say what convert would do: layers, caches, memory, disk, time, from config and headers alone."""
+    """Say what convert would do, without doing it.
+
+    Every layer, the caches, memory, disk and time, from the config and the headers of the weights alone.
+    """
     from linearize.plan import plan_model
 
     plan_model(model, recipe, _sizes(lengths, "--lengths"), _sizes(batches, "--batches")).show(_console(recipe))
@@ -181,7 +225,7 @@ def inspect_model(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Write inspect.json and PNG figures there.", show_default="none"),
+        typer.Option("--out", metavar="FOLDER", help="Write inspect.json and PNG figures there.", show_default=False),
     ] = None,
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="TEXT", help="Branch, tag or commit on the Hub.")
@@ -195,7 +239,10 @@ def inspect_model(
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Show what each layer's attention does and how well every mixer starts there; FOLDER gets figures."""
+    """Show each layer's attention and every mixer's start.
+
+    What the attention of a layer does and how well every mixer stands in for it before any training.
+    """
     from linearize.inspect import inspect as run
 
     flags = {
@@ -238,7 +285,7 @@ def evaluate(
     ] = None,
     no_teacher: Annotated[bool, typer.Option("--no-teacher", help="Measure DIR alone.")] = False,
     include_path: Annotated[
-        Path | None, typer.Option("--include-path", metavar="FOLDER", help="More task files.", show_default="none")
+        Path | None, typer.Option("--include-path", metavar="FOLDER", help="More task files.", show_default=False)
     ] = None,
     limit: Annotated[
         int | None,
@@ -293,7 +340,10 @@ def evaluate(
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Score the converted model beside its teacher on lm-eval tasks and on own measures."""
+    """Score a converted model beside its teacher.
+
+    On lm-eval tasks and on measures of our own: perplexity, recall, repetition, parity.
+    """
     if teacher is not None and no_teacher:
         raise UsageError("--teacher and --no-teacher exclude each other", fix="leave one out")
     if batch_size != "auto" and not re.fullmatch(r"[1-9]\d*", batch_size):
@@ -354,7 +404,7 @@ def generate(
         ),
     ] = None,
     system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="System message of the chat.", show_default="none")
+        str | None, typer.Option("--system", metavar="TEXT", help="System message of the chat.", show_default=False)
     ] = None,
     teacher: Annotated[bool, typer.Option("--teacher", help="The teacher's answer beside it.")] = False,
     seed: SeedOption = 0,
@@ -400,7 +450,7 @@ def bench_decode(
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Time a decode step and the prefill before it, and weigh the cache."""
+    """Time decoding and prefill, and weigh the cache."""
     sizes = {"context": _sizes(context, "--context"), "batch": _sizes(batch, "--batch")}
     from linearize.bench import Options, decode
 
@@ -414,7 +464,10 @@ def bench_decode(
     epilog="Example: linearize bench kernels --out kernels.json --quick",
 )
 def bench_kernels(context: typer.Context) -> None:
-    """Check and time the kernels on this GPU, in a checkout; arguments go to kernels/benchmarks/gpu_check.py."""
+    """Check and time the kernels on this GPU.
+
+    In a checkout only; arguments go to kernels/benchmarks/gpu_check.py.
+    """
     from linearize.bench import kernels
 
     raise typer.Exit(kernels(context.args))
@@ -444,7 +497,10 @@ def export(
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Write DIR to OUT as an architecture that transformers, vLLM and SGLang know, where that is possible exactly."""
+    """Write DIR to OUT as a native Qwen3.5-family model.
+
+    That is an architecture which transformers, vLLM and SGLang know. Refused where it would not be exact.
+    """
     from linearize.export import export as run
 
     flags = {"run.dtype": dtype, "run.max_shard_size": max_shard_size}
@@ -468,7 +524,10 @@ def report(
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Write DIR/report.html, one page with every figure and table that DIR holds, and refresh its model card."""
+    """Write DIR/report.html and the model card.
+
+    One page with every figure and table that DIR holds.
+    """
     from linearize.report import report as run
 
     run(out, Console(quiet=quiet, json=json, verbose=verbose))

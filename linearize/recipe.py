@@ -227,7 +227,12 @@ class Run:
     )
     json: bool = key(False, "Print one JSON object and nothing else.", flag="json", weights=False, in_file=False)
     quiet: bool = key(
-        False, "No progress, only results and warnings.", flag="quiet", short="q", weights=False, in_file=False
+        False,
+        "No bars, no remarks: one line a stage, results, warnings.",
+        flag="quiet",
+        short="q",
+        weights=False,
+        in_file=False,
     )
     verbose: bool = key(
         False, "Say more; show the traceback of an error.", flag="verbose", short="v", weights=False, in_file=False
