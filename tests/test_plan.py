@@ -236,6 +236,15 @@ def test_time_is_scaled_from_the_measured_demo():
     for stage, rate in plan.RATES["two CPU cores"].items():
         assert rate == pytest.approx(flops[stage] / seconds[stage], rel=0.2), stage
 
+    measured = json.loads((recipes_dir() / "smollm2-135m-start" / "results.json").read_text())
+    seconds = {arm["arm"]: arm.get("seconds") for arm in measured["arms"] if arm["keep"] == "8 of 30 kept"}
+    recipe = Recipe.resolve(sets=["calibrate.tokens=32k", "align.tokens=0", "data.heldout_tokens=0"])
+    flops = plan.work(config, model, HeadShape.from_config(config), recipe, 22)
+    rates = plan.RATES["one H200"]
+    # The control is not calibrated: all of its time is the forward passes.
+    assert rates["forward"] == pytest.approx(flops["forward"] / seconds["gdn-standard"], rel=0.1)
+    assert rates["calibrate"] == pytest.approx(flops["calibrate"] / (seconds["gdn"] - seconds["gdn-standard"]), rel=0.1)
+
 
 def test_only_the_chosen_experts_count():
     sizes = SIZES | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
