@@ -20,6 +20,7 @@ from linearize.checkpoint import atomic_write_text, writing
 from linearize.console import Console
 from linearize.data import Rows, bundled_documents, read_documents
 from linearize.errors import UserError
+from linearize.hidden import HiddenStates
 from linearize.models import Model, check_same_vocabulary, free_memory, open_model, open_named_teacher, pick_device
 from linearize.teacher import BlockRunner
 
@@ -31,19 +32,20 @@ CACHE_FORMAT = 1
 
 
 @torch.no_grad()
-def perplexity(runner: BlockRunner, hidden: Tensor, rows: Rows) -> tuple[float, int]:
+def perplexity(runner: BlockRunner, hidden: Tensor | HiddenStates, rows: Rows) -> tuple[float, int]:
     """Perplexity of every next token within its document, and how many there were.
 
-    hidden: [N, T, d], what leaves the last layer for the tokens of ``rows``. The logits are made a few rows at a time.
+    hidden: [N, T, d], what leaves the last layer for the tokens of ``rows``. One row of it is read at a time, and its
+    logits are made in chunks.
     """
     follows = torch.zeros_like(rows.positions, dtype=torch.bool)
     follows[:, :-1] = rows.positions[:, 1:] == rows.positions[:, :-1] + 1
-    target = rows.ids.roll(-1, 1).flatten()
-    follows = follows.flatten()
+    target = rows.ids.roll(-1, 1)
     total = 0.0
-    for part, logits in runner.head_rows(hidden):
-        loss = F.cross_entropy(logits.float(), target[part].to(logits.device), reduction="none")
-        total += float(loss[follows[part].to(logits.device)].double().sum())
+    for row in range(len(rows)):
+        for part, logits in runner.head_rows(hidden[row : row + 1]):
+            loss = F.cross_entropy(logits.float(), target[row, part].to(logits.device), reduction="none")
+            total += float(loss[follows[row, part].to(logits.device)].double().sum())
     count = int(follows.sum())
     return math.exp(total / count), count
 

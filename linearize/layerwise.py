@@ -114,7 +114,8 @@ class Layerwise:
             calibration = self._stream(self.text.calibration, True)
             alignment = self._stream(self.text.alignment, False)
         last = max(self.specs)
-        for i in range(self.runner.num_layers):
+        end = self.runner.num_layers if heldout is not None else last + 1 if interleaved else 0
+        for i in range(end):
             with self.runner.block(i) as layer:
                 mixed = None
                 if i in self.specs:
@@ -295,9 +296,8 @@ class Layerwise:
                 layer.self_attn = softmax
 
     def _compare(self, heldout: Stream) -> dict:
-        every = slice(None)
-        teacher, tokens = perplexity(self.runner, heldout.teacher[every], heldout.rows)
-        student, _ = perplexity(self.runner, heldout.student[every], heldout.rows)
+        teacher, tokens = perplexity(self.runner, heldout.teacher, heldout.rows)
+        student, _ = perplexity(self.runner, heldout.student, heldout.rows)
         return {
             "tokens": tokens,
             "context": heldout.rows.context,

@@ -11,8 +11,10 @@ from conftest import generator
 from test_convert import FAST, run_convert, weight_bytes
 from test_convert import one_thread as one_thread
 
+from linearize import layerwise
 from linearize.errors import UserError
 from linearize.hidden import HiddenStates
+from linearize.teacher import BlockRunner
 
 CPU = torch.device("cpu")
 
@@ -70,6 +72,34 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no space left for 1.02 kB at"):
         HiddenStates((2, 16, 8), torch.float32, CPU, 0, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_states_are_compared_a_row_at_a_time(teacher_folder, tmp_path, monkeypatch):
+    """Not all at once: they may be in a file because memory has no room for them."""
+    read, get = [], HiddenStates.__getitem__
+
+    def spied(self, rows):
+        found = get(self, rows)
+        read.append(found.shape[0] * found.shape[1])
+        return found
+
+    monkeypatch.setattr(HiddenStates, "__getitem__", spied)
+    monkeypatch.setitem(layerwise.BATCH_TOKENS, "cpu", 96)
+    run_convert(teacher_folder("llama"), tmp_path / "out", align_cache_bytes=0)
+    assert max(read) == 96 < FAST["data.heldout_tokens"]
+
+
+def test_no_layer_is_read_that_nothing_asks_for(teacher_folder, tmp_path, monkeypatch):
+    """Behind the last converted layer there is only the comparison, if there is one."""
+    read, block = [], BlockRunner.block
+
+    def spied(self, i):
+        read.append(i)
+        return block(self, i)
+
+    monkeypatch.setattr(BlockRunner, "block", spied)
+    run_convert(teacher_folder("llama"), tmp_path / "out", data_heldout_tokens=0)
+    assert read == [0, 1, 2]
 
 
 def test_a_conversion_is_the_same_with_all_states_in_files(teacher_folder, tmp_path, monkeypatch):
