@@ -90,7 +90,8 @@ class TopTarget:
 
     @classmethod
     def of(cls, full: FullTarget, k: int, chunk: int = CHUNK) -> "TopTarget":
-        """Keep k of the probabilities of every token."""
+        """Keep k of the probabilities of every token, and one at least for the tail."""
+        k = min(k, full.head.vocabulary - 1)
         ids, kept = [], []
         for part in chunks(len(full.hidden), full.head.vocabulary, chunk):
             log_p = full.log_p(part)
@@ -107,7 +108,8 @@ class TopTarget:
         p = log_p.exp()
         kl = (p * (log_p - torch.cat([top, rest], -1))).sum(-1)
         q = log_q.exp()
-        gradient = q - q * (log_p[:, -1:] - rest).exp()
+        # A tail token's q_v P / Q, in one exponential: P / Q alone may be beyond the number format.
+        gradient = q - (log_q - rest + log_p[:, -1:]).exp()
         return kl, gradient.scatter_(-1, ids, top.exp() - p[:, :-1])
 
 

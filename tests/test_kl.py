@@ -1,5 +1,7 @@
 """Chunked KL against the plain one, value and gradients in fp64; the head of every family; the bucket of the tail."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,13 +91,13 @@ def test_a_frozen_head_and_equal_models():
     assert value.abs() < 1e-12 and gradient.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("k", [1, 5, 36])
+@pytest.mark.parametrize("k", [1, 5, 36, 37, 64])
 @pytest.mark.parametrize("chunk", [37 * 3, 10**6])
 def test_the_top_and_one_bucket(k, chunk):
     student, teacher, temperature = Capped(0), Capped(1, frozen=True), 1.5
     hidden, theirs = batch()
     q, p = plain(student, teacher, hidden, theirs, temperature)
-    top = p.topk(k, -1).indices
+    top = p.topk(min(k, 36), -1).indices
     in_top = torch.zeros_like(p, dtype=torch.bool).scatter(1, top, True)
     tail_p, tail_q = ((log.exp() * ~in_top).sum(-1) for log in (p, q))
     wanted = temperature**2 * ((p.exp() * (p - q) * in_top).sum(-1) + tail_p * (tail_p / tail_q).log()).sum()
@@ -108,8 +110,20 @@ def test_the_top_and_one_bucket(k, chunk):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
     whole = temperature**2 * (p.exp() * (p - q)).sum()
     assert got < whole * (1 + 1e-12)
-    if k == 36:  # the tail is one token: nothing is left out
+    if k >= 36:  # the tail is one token: nothing is left out
         assert torch.allclose(got, whole, rtol=1e-11, atol=0)
+
+
+def test_a_student_that_is_sure_of_the_top_has_a_gradient():
+    """Its tail is beyond fp32 as a probability, and the teacher's is not."""
+    log_q = torch.tensor([[0.0, -150.0, -151.0, -152.0]])
+    target = TopTarget(torch.tensor([[0]], dtype=torch.int32), torch.tensor([[0.5, 0.5]]).log())
+    kl, gradient = target.compare(slice(None), log_q)
+    wide = log_q.double().requires_grad_(True)
+    q = wide.log_softmax(-1)
+    wanted = 0.5 * (math.log(0.5) - q[0, 0]) + 0.5 * (math.log(0.5) - q[0, 1:].logsumexp(0))
+    [expected] = torch.autograd.grad(wanted, [wide])
+    assert float(kl) == pytest.approx(float(wanted.detach())) and torch.allclose(gradient.double(), expected, atol=1e-6)
 
 
 def test_no_more_logits_than_a_chunk(monkeypatch):
