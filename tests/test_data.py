@@ -295,16 +295,11 @@ def test_too_little_text():
         pack_rows([words(40)], make_tokenizer(), context=8, tokens=0)
 
 
-def test_batches_and_split():
+def test_batches():
     rows = pack_rows([words(59)], make_tokenizer(), context=6, shuffle=False)
-    first, rest = rows.split(3)
-    assert (len(first), len(rest)) == (3, 7)
-    batches = list(rest.batches(3))
-    assert [len(ids) for ids, _ in batches] == [3, 3, 1]
-    assert torch.equal(torch.cat([ids for ids, _ in batches]), rows.ids[3:])
+    batches = list(rows.batches(3))
+    assert [len(ids) for ids, _ in batches] == [3, 3, 3, 1]
+    assert torch.equal(torch.cat([ids for ids, _ in batches]), rows.ids)
     assert all(ids.shape == positions.shape for ids, positions in batches)
-    assert list(rows.split(0)[0].batches(4)) == []
-    with pytest.raises(UserError, match="there are 10"):
-        rows.split(11)
     with pytest.raises(UserError, match="at least one row"):
         list(rows.batches(0))

@@ -56,12 +56,6 @@ class Rows:
         if len(self):
             yield from zip(self.ids.split(rows_per_batch), self.positions.split(rows_per_batch), strict=True)
 
-    def split(self, n: int) -> tuple["Rows", "Rows"]:
-        """Return the first `n` rows and the rest."""
-        if not 0 <= n <= len(self):
-            raise UserError("cannot take that many rows", value=n, fix=f"there are {len(self)}")
-        return Rows(self.ids[:n], self.positions[:n]), Rows(self.ids[n:], self.positions[n:])
-
 
 def content_hash(rows: Rows) -> str:
     """Hash (hex, 128 bits) of shape, ids and positions: equal when two runs saw the same tokens in the same order."""
