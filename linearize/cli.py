@@ -263,7 +263,10 @@ def inspect_model(
 
 def _sizes(text: str, flag: str) -> tuple[int, ...]:
     """Sizes separated by commas, each at least 1: `1k,8k`."""
-    sizes = tuple(parse_size(part) for part in text.split(","))
+    try:
+        sizes = tuple(parse_size(part) for part in text.split(","))
+    except UserError as error:
+        raise UsageError(f"{flag}: {error.what}", value=error.value, fix=error.fix) from error
     if min(sizes) < 1:
         raise UsageError(f"{flag} is too small", value=text, fix="at least 1")
     return sizes

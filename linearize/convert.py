@@ -23,7 +23,7 @@ from linearize.assemble import (
     save_distilled,
 )
 from linearize.card import licence_of, model_card
-from linearize.checkpoint import RunState, atomic_write_text, format_bytes
+from linearize.checkpoint import RunState, atomic_write_text, format_bytes, recipe_difference
 from linearize.console import Console, format_count, format_seconds
 from linearize.corpus import Text, prepare_text, training_streams
 from linearize.data import Rows, content_hash
@@ -65,6 +65,8 @@ def convert(model: str, out: Path, recipe: Recipe, console: Console) -> dict:
         if run.finished:
             record = _read_record(out)
             console.line(f"{out} is finished; --overwrite starts afresh")
+            if difference := _made_otherwise(record, teacher, recipe):
+                console.warn(f"{out} stays as it is, made from another command: {difference}")
         else:
             with memory_for("--select-align-tokens or --align-batch-tokens; or name the layers in --keep-softmax"):
                 selection = select_layers(teacher, recipe, here, run, console)
@@ -320,6 +322,14 @@ def _read_record(out: Path) -> dict:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read", value=error, fix="--overwrite converts again") from error
+
+
+def _made_otherwise(record: dict, teacher: Teacher, recipe: Recipe) -> str:
+    """In what the teacher or the recipe of a finished folder differ from those of this command; "" if in nothing."""
+    asked = recipe.fingerprint()
+    made = {key: value for key, value in record["recipe"].items() if key in asked}
+    asked = {key: value for key, value in asked.items() if key in made}
+    return recipe_difference({"teacher": record["teacher"]["source"], **made}, {"teacher": teacher.source, **asked})
 
 
 def _show(record: dict, teacher: Teacher, out: Path, recipe: Recipe, console: Console) -> None:

@@ -152,7 +152,7 @@ def run(
     console: Console,
 ) -> dict:
     """lm-eval's results of one model, as ``simple_evaluate`` returns them. who: the model's name in progress lines."""
-    from lm_eval.evaluator import simple_evaluate
+    from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
 
     chat = settings.apply_chat_template
@@ -161,7 +161,10 @@ def run(
     with quiet_harness(console.verbose):
         lm = _scorer(model, tokenizer, settings.batch_size, who, console, shown)
         try:
-            results = simple_evaluate(
+            # The repository that the command was started in says nothing of the results, and git complains on stderr
+            # where there is none.
+            evaluator.get_git_commit_hash = lambda: None
+            results = evaluator.simple_evaluate(
                 model=lm,
                 model_args={"pretrained": pretrained, "dtype": dtype},
                 tasks=roots,

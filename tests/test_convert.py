@@ -361,6 +361,11 @@ def test_a_finished_output_is_left_alone(finished, capsys):
         captured = capsys.readouterr()
         assert f"{out} is finished; --overwrite starts afresh" in captured.err
         assert f"{record['heldout']['student_perplexity']:.4g}" in captured.out
+        assert ("run.seed was 0 and is 3" in captured.err) == bool(more)
+    assert cli.run(argv(folder, out, "-q", "--json", "--calibrate-tokens", "5k")) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["recipe"] == record["recipe"]
+    assert captured.err.startswith("warning:") and "calibrate.tokens was" in captured.err
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(out.rglob("*"))}
 
 
