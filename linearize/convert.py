@@ -32,7 +32,7 @@ from linearize.errors import UserError
 from linearize.evaluate import continue_text
 from linearize.layerwise import BATCH_TOKENS, Layerwise, aligned_lines
 from linearize.metrics import Metrics
-from linearize.models import content_digest
+from linearize.models import content_digest, hushed
 from linearize.plan import Plan, plan_model
 from linearize.processes import Processes, join, one_after_the_first
 from linearize.recipe import Recipe
@@ -355,5 +355,7 @@ def _samples_of_text(teacher: Teacher, out: Path, prompt: str) -> dict[str, str]
         ("teacher", teacher.family.causal_lm_class().from_pretrained, teacher.folder),
         ("student", transformers.AutoModelForCausalLM.from_pretrained, out),
     ):
-        answers[name] = continue_text(load(folder).eval(), teacher.tokenizer, prompt)
+        with hushed():
+            model = load(folder).eval()
+        answers[name] = continue_text(model, teacher.tokenizer, prompt)
     return answers

@@ -21,6 +21,7 @@ from linearize.data import (
     sample_text,
 )
 from linearize.errors import UserError
+from linearize.models import hushed
 from linearize.processes import Processes
 from linearize.recipe import Recipe
 from linearize.teacher import Teacher
@@ -80,9 +81,10 @@ def sample_rows(
     The whole model is on the device meanwhile.
     """
     dtype = torch.bfloat16 if here.device.type == "cuda" else torch.float32
-    model = teacher.family.causal_lm_class().from_pretrained(
-        teacher.folder, dtype=dtype, attn_implementation=teacher.family.softmax
-    )
+    with hushed():
+        model = teacher.family.causal_lm_class().from_pretrained(
+            teacher.folder, dtype=dtype, attn_implementation=teacher.family.softmax
+        )
     with console.stage("sample text from the teacher", tokens / here.world) as bar:
         rows = sample_text(
             model.to(here.device).eval(),

@@ -49,6 +49,12 @@ def test_every_kind_of_source_gives_rows(tmp_path, teacher_folder, form):
     assert [content_hash(rows) for rows in vars(again).values()] == [content_hash(rows) for rows in vars(text).values()]
 
 
+def test_no_bar_of_a_library_among_ours(tmp_path, teacher_folder, capfd):
+    prepared(teacher_folder("llama"), tmp_path, "self", data_self_batch=4)
+    out, err = capfd.readouterr()
+    assert out == "" and "Loading" not in err
+
+
 def test_shares_of_a_mixture(tmp_path, teacher_folder):
     a, b = lines(tmp_path / "a.jsonl", "A", 400), lines(tmp_path / "b.jsonl", "B", 400)
     changes = {"calibrate_tokens": 48 * 200, "calibrate_context": 48}
