@@ -553,6 +553,16 @@ def _check(recipe: Recipe) -> None:
                 value=group.tokens,
                 fix=f"at least {name}.context, {group.context}",
             )
+    select = recipe.select
+    if recipe.measured_count() is not None:
+        for name, tokens, of, context in (
+            ("tokens", select.tokens, "select", select.context),
+            ("align_tokens", select.align_tokens, "align", align.context),
+        ):
+            if 0 < tokens < context:
+                raise UsageError(
+                    f"select.{name} is less than one row", value=tokens, fix=f"at least {of}.context, {context}"
+                )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", recipe.run.device):
         raise UsageError("run.device is unknown", value=recipe.run.device, fix="auto, cpu, cuda or cuda:N")
     _parse_keep(recipe.convert.keep_softmax)

@@ -211,6 +211,13 @@ def test_shipped_recipes(name):
     assert Recipe.from_yaml(made.to_yaml()) == made
 
 
+@pytest.mark.parametrize("key, context", [("tokens", "select.context"), ("align_tokens", "align.context")])
+def test_text_for_choosing_layers_is_a_row_at_least(key, context):
+    Recipe.resolve(sets=[f"select.{key}=100"])  # not used
+    with pytest.raises(UsageError, match=f"select.{key} is less than one row .got 100.: at least {context}, 512"):
+        Recipe.resolve(sets=[f"select.{key}=100", "convert.keep_softmax=auto:2"])
+
+
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 
