@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -95,6 +96,7 @@ class Console:
         self._answered = False
         self._progress = None
         self._open_stages = 0
+        self._tables = 0
 
     @contextmanager
     def stage(self, label: str, total: float | None, unit: str = "tok") -> Iterator[Bar]:
@@ -142,26 +144,33 @@ class Console:
         self._write(f"error: {one_line(error) or type(error).__name__}", style="bold red")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table on stdout, numbers to the right; not with json. Floats show four significant figures, None a dash."""
+        """A table on stdout; not with json. Floats show four significant figures, None a dash.
+
+        Columns of numbers, also with a unit, go to the right. A blank line separates a table from the one before.
+        """
         if self.json or self._silent:
             return
         from rich.table import Table
         from rich.text import Text
 
         on_terminal = sys.stdout.isatty()
+        if self._tables:
+            print()
+        self._tables += 1
         table = Table(
-            title=Text(title, no_wrap=True, overflow="ignore"),
+            title=Text(title, style="bold cyan", no_wrap=True, overflow="ignore"),
             title_justify="left",
+            show_header=any(columns),
             box=None,
             pad_edge=False,
             header_style="bold",
         )
         for position, name in enumerate(columns):
             cells = [row[position] for row in rows]
-            numeric = any(_is_number(c) for c in cells) and all(_is_number(c) or c is None for c in cells)
+            numeric = any(_is_quantity(c) for c in cells) and all(_is_quantity(c) or c in (None, "-") for c in cells)
             table.add_column(Text(name), justify="right" if numeric else "left", no_wrap=not on_terminal)
         for row in rows:
-            table.add_row(*(Text("-" if cell is None else format_field(cell)) for cell in row))
+            table.add_row(*(Text(_cell(cell)) for cell in row))
         # Away from a terminal nothing may be wrapped or cut: the reader is a file or another program.
         _rich(sys.stdout, width=None if on_terminal else 10_000).print(table)
 
@@ -190,8 +199,19 @@ class Console:
             print(text, file=sys.stderr, flush=True)
 
 
-def _is_number(value: object) -> bool:
+def _is_quantity(value: object) -> bool:
+    """A number, or one as text with a unit: 16.8 MB, 27.9 %, 1.2k."""
+    if isinstance(value, str):
+        return re.fullmatch(r"[\d.]+ ?([kKMGTP]?B|[kMGB]|%)", value) is not None
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: object) -> str:
+    """A cell's text; blanks that indent it stay."""
+    if value is None:
+        return "-"
+    indent = len(value) - len(value.lstrip(" ")) if isinstance(value, str) else 0
+    return " " * indent + format_field(value)
 
 
 def _plain(value: object) -> object:

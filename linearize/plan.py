@@ -192,8 +192,8 @@ class Plan:
         console.result(self.as_dict())
 
 
-def _share(cache: dict[str, int]) -> float:
-    return cache["student"] / cache["teacher"]
+def _share(cache: dict[str, int]) -> str:
+    return f"{100 * cache['student'] / cache['teacher']:.1f} %"
 
 
 def plan_model(

@@ -144,6 +144,22 @@ def test_table_goes_to_stdout_without_colour_or_wrapping(capsys, monkeypatch):
     assert lines[3].split() == [wide, "-"]
 
 
+def test_table_keeps_indents_and_puts_sizes_to_the_right(capsys):
+    console = Console()
+    console.table("first", ["", "size"], [["disk", "16.8 MB"], ["  checkpoint", "584 kB"], ["  none", None]])
+    console.table("second", ["share"], [["27.9 %"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in lines[2:]] == [
+        "disk          16.8 MB",
+        "  checkpoint   584 kB",
+        "  none              -",
+        "",
+        "second",
+        " share",
+        "27.9 %",
+    ]
+
+
 def test_json_prints_one_object_and_nothing_else(capsys):
     console = Console(json=True)
     console.table("t", ["a"], [[1]])
