@@ -20,7 +20,7 @@ from linearize.calibrate import calibrate_layer
 from linearize.checkpoint import RunState
 from linearize.console import Console
 from linearize.corpus import Text
-from linearize.data import Rows
+from linearize.data import Rows, content_hash
 from linearize.errors import UserError
 from linearize.evaluate import perplexity
 from linearize.hidden import HiddenStates
@@ -88,8 +88,13 @@ class Layerwise:
             self.here.wait()
             return [], None
         saved = None if missing else self.run.load("compared")
-        heldout = saved[1]["heldout"] if saved else self._measured(interleaved=not first)
-        self.run.save("compared", {}, {"heldout": heldout})
+        # A stopped run may go on with other held-out text, which decides no weight.
+        text = content_hash(self.text.heldout) if self.text.heldout is not None else None
+        if saved and saved[1]["text"] == text:
+            heldout = saved[1]["heldout"]
+        else:
+            heldout = self._measured(interleaved=not first)
+        self.run.save("compared", {}, {"text": text, "heldout": heldout})
         self.here.wait()
         return [self.run.load_layer(i)[1] for i in self.specs], heldout
 

@@ -119,3 +119,17 @@ def test_a_conversion_is_the_same_with_all_states_in_files(teacher_folder, tmp_p
     assert weight_bytes(tmp_path / "files") == weight_bytes(tmp_path / "memory")
     run_convert(folder, tmp_path / "half", **changes, align_cache_bytes=0, align_cache_dtype="bfloat16")
     assert weight_bytes(tmp_path / "half") != weight_bytes(tmp_path / "memory")
+
+
+def test_other_heldout_text_is_measured_on_by_a_run_that_goes_on(teacher_folder, tmp_path, monkeypatch):
+    from linearize import convert as module
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "distil", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_convert(teacher_folder("llama"), tmp_path / "out")
+    record = run_convert(teacher_folder("llama"), tmp_path / "out", data_heldout_tokens=240)
+    assert record["text"]["heldout"]["tokens"] == 240 and 200 < record["heldout"]["tokens"] < 240
