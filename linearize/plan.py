@@ -122,11 +122,12 @@ class Plan:
         """The plan in one line, as convert prints it before it starts."""
         kinds = sorted({layer.becomes for layer in self.layers if layer.state_bytes})
         kept = [str(layer.layer) for layer in self.layers if not layer.state_bytes]
+        stays = f"{len(kept)}, measured first" if self.select_memory else ", ".join(kept) or "none"
         memory = format_bytes(max(sum(parts.values()) for parts in self.memories().values()))
         disk = format_bytes(sum(self.disk.values()))
         return (
             f"{self.model}: {self.family}, {format_count(self.parameters)} parameters; {len(self.converted)} of "
-            f"{len(self.layers)} layers become {' and '.join(kinds)}, softmax stays in {', '.join(kept) or 'none'}; "
+            f"{len(self.layers)} layers become {' and '.join(kinds)}, softmax stays in {stays}; "
             f"memory about {memory}, disk about {disk}"
         )
 

@@ -261,6 +261,8 @@ def test_only_the_chosen_experts_count():
 def test_summary_is_one_line(teacher):
     line = plan.plan_model(str(teacher.folder), Recipe.resolve(None, KEEP_LAST)).summary()
     assert "\n" not in line and "3 of 4 layers become gdn, softmax stays in 3" in line
+    line = plan.plan_model(str(teacher.folder), Recipe.resolve(None, ["convert.keep_softmax=auto:2"])).summary()
+    assert "softmax stays in 2, measured first;" in line
 
 
 def test_no_weight_is_read(teacher, capsys, monkeypatch):
