@@ -169,11 +169,11 @@ def root(
 def plan(
     model: ModelArg,
     recipe: Recipe,
-    lengths: Annotated[
-        str, typer.Option("--lengths", metavar="TOKENS,...", help="Lengths at which the caches are compared.")
+    context: Annotated[
+        str, typer.Option("--context", metavar="N,N", help="Tokens in the caches that are compared.")
     ] = "1024,8192,32768",
-    batches: Annotated[
-        str, typer.Option("--batches", metavar="N,...", help="Numbers of sequences in these caches.")
+    batch: Annotated[
+        str, typer.Option("--batch", metavar="N,N", help="Sequences in these caches.")
     ] = "1",
 ) -> None:
     """Say what convert would do, without doing it.
@@ -182,7 +182,7 @@ def plan(
     """
     from linearize.plan import plan_model
 
-    plan_model(model, recipe, _sizes(lengths, "--lengths"), _sizes(batches, "--batches")).show(_console(recipe))
+    plan_model(model, recipe, _sizes(context, "--context"), _sizes(batch, "--batch")).show(_console(recipe))
 
 
 @app.command(

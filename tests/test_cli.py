@@ -37,7 +37,7 @@ RECIPE_FLAGS = """
 RUN_FLAGS = "--seed --device --dtype --json --quiet -q --verbose -v --help -h"
 FLAGS = {
     "": "--version --install-completion --show-completion --help -h",
-    "plan": f"{RECIPE_FLAGS} --lengths --batches",
+    "plan": f"{RECIPE_FLAGS} --context --batch",
     "convert": RECIPE_FLAGS,
     "inspect": """
         --tokens --context --data --layers --mixers --out --revision --trust-remote-code --device --seed

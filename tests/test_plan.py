@@ -147,12 +147,12 @@ def test_projections_that_a_mixer_replaces_are_not_counted(teacher, capsys):
 
 
 def test_lengths_and_numbers_of_sequences(teacher, capsys):
-    said = plan_json(capsys, teacher.folder, "--lengths", "100,2k", "--batches", "1,16")
+    said = plan_json(capsys, teacher.folder, "--context", "100,2k", "--batch", "1,16")
     at = {(c["batch"], c["tokens"]): c for c in said["cache"]}
     assert list(at) == [(1, 100), (1, 2000), (16, 100), (16, 2000)]
     assert all(at[16, n][who] == 16 * at[1, n][who] for n in (100, 2000) for who in ("teacher", "student"))
-    assert cli.run(["plan", str(teacher.folder), "--lengths", "0"]) == 2
-    assert cli.run(["plan", str(teacher.folder), "--batches", "many"]) == 2
+    assert cli.run(["plan", str(teacher.folder), "--context", "0"]) == 2
+    assert cli.run(["plan", str(teacher.folder), "--batch", "many"]) == 2
 
 
 def test_end_to_end_training_needs_the_whole_model(teacher, capsys):
