@@ -85,6 +85,14 @@ TEACHERS: dict[str, tuple[str, dict]] = {
 }
 
 
+# Files that take minutes: begun first, so that no process is left alone with one of them at the end.
+LONG = ("test_smollm2", "test_interpreted", "test_mixers", "test_convert_resume", "test_convert_distill")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

@@ -338,7 +338,7 @@ def test_published_shape(tmp_path, name):
 
     mixers = {i: {"kind": "gdn"} for i in range(fields["num_hidden_layers"])}
     student = build_student(teacher.config, {"mixers": mixers})
-    assert student.model.layers[0].self_attn.mixer.read_mean.shape == (heads,)
+    assert student.model.layers[0].self_attn.mixer.log_balance.shape == (heads,)
     out = tmp_path / "student"
     stored = {student_name(key, mixers): teacher.tensors.get(key) for key in teacher.tensors.names()}
     added = {key: tensor for key, tensor in student.state_dict().items() if key in mixer_tensors(student.config)}
