@@ -56,7 +56,7 @@ lint: $(VENV)/.installed
 
 test: lint $(VENV)/.model
 	@echo "==> pytest, $(WORKERS) processes"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --durations 15
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
