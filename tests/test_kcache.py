@@ -11,8 +11,9 @@ from slow import slow_kcache
 from torch import Tensor
 
 from linearize.mixers import HeadShape, Sample, Segments
-from linearize.mixers import kcache as module
-from linearize.mixers.kcache import KCache, attend, document_starts
+from linearize.mixers import attended as module
+from linearize.mixers.attended import attend, document_starts
+from linearize.mixers.kcache import KCache
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 SHAPE = HeadShape(hidden=12, q_heads=4, kv_heads=2, key_dim=8, value_dim=6)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from linearize_kernels import centre, log_norm, running_mean
 from torch import Tensor
 
+from linearize.mixers.attended import attend, document_starts
 from linearize.mixers.base import Sample
 from linearize.mixers.expansion import (
     Layout,
@@ -179,15 +179,14 @@ def centred_at(sample: Sample, points: Points, scale: float) -> CentredAt:
 
 def attended_keys(sample: Sample, scale: float) -> Tensor:
     """sum_i a_i k_i of the softmax attention, the K=V attention of derivation.md §7; [N, H, K] at the real tokens."""
-    q, k = sample.q.transpose(1, 2), sample.k.transpose(1, 2)
-    length, reset = q.shape[2], sample.segments.reset
-    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    seen = seen & sample.real[:, None, None] | torch.eye(length, dtype=torch.bool, device=q.device)
-    if reset is not None:
-        document = reset.long().cumsum(1)
-        seen = seen & (document[:, None, :, None] == document[:, None, None])
-    out = F.scaled_dot_product_attention(q, k, k, attn_mask=seen, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2)[sample.real]
+    return mean_keys(sample, scale)[sample.real]
+
+
+def mean_keys(sample: Sample, scale: float) -> Tensor:
+    """The same at every token, [B, T, H, K]; finite and meaningless on padding."""
+    real = sample.segments.mask
+    keys = sample.k if real is None else torch.where(real[..., None, None], sample.k, 0)
+    return attend(sample.q, keys, scale, real=real, first=document_starts(sample.segments.reset))
 
 
 def mean_queries(samples: Iterable[Sample]) -> Tensor:
