@@ -57,7 +57,7 @@ def environment() -> dict:
 # ---- timing ---------------------------------------------------------------------------------------------------------
 
 
-def captured(call: Callable) -> tuple[Callable, bool]:
+def as_graph(call: Callable) -> tuple[Callable, bool]:
     """A CUDA-graph replay of `call`, or `call` itself where it cannot be captured."""
     if not torch.cuda.is_available():
         return call, False
@@ -90,27 +90,25 @@ def one_time(call: Callable) -> float:
     return start.elapsed_time(end)
 
 
-def interleaved(calls: dict[str, Callable], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """{"cold" or "warm": {name: [median, 10 %, 90 %] in ms}}."""
+def timed(calls: dict[str, Callable], repeats: int, *, cold: bool) -> dict[str, list[float]]:
+    """{name: [median, 10 %, 90 %] in ms}, candidates interleaved; cold: with the L2 overwritten before each call."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     flush = torch.empty(2**26 if device == "cuda" else 1, dtype=torch.int32, device=device)
+    times = {name: [] for name in calls}
+    for i in range(repeats + 3):
+        for name, call in calls.items():
+            if cold:
+                flush.fill_(i)
+            elapsed = one_time(call)
+            if i >= 3:
+                times[name].append(elapsed)
     result = {}
-    for kind in ("cold", "warm"):
-        times = {name: [] for name in calls}
-        for i in range(repeats + 3):
-            for name, call in calls.items():
-                if kind == "cold":
-                    flush.fill_(i)
-                elapsed = one_time(call)
-                if i >= 3:
-                    times[name].append(elapsed)
-        result[kind] = {}
-        for name, values in times.items():
-            values.sort()
-            tenth = len(values) // 10
-            result[kind][name] = [
-                round(x, 5) for x in (statistics.median(values), values[tenth], values[len(values) - 1 - tenth])
-            ]
+    for name, values in times.items():
+        values.sort()
+        tenth = len(values) // 10
+        result[name] = [
+            round(x, 5) for x in (statistics.median(values), values[tenth], values[len(values) - 1 - tenth])
+        ]
     return result
 
 
@@ -281,10 +279,10 @@ def measure(case: dict, baselines: dict[str, Callable], repeats: int, device: st
             try:
                 call = forward if kind == "forward" else both
                 call()
-                calls[name], row["graph"][f"{name} {kind}"] = captured(call)
+                calls[name], row["graph"][f"{name} {kind}"] = as_graph(call)
             except Exception as error:  # a candidate that cannot run is a note in its row, not the end of all
                 row["notes"][f"{name} {kind}"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        times = interleaved(calls, repeats)
+        times = {kind: timed(calls, repeats, cold=kind == "cold") for kind in ("cold", "warm")}
         work = case["batch"] * case["tokens"] * case["heads"] / 2**20
         floor = 1e3 * moved_bytes(case, kind) / BANDWIDTH
         row[kind] = {"ms": times, "floor ms": round(floor, 5)}

@@ -19,7 +19,6 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -27,6 +26,7 @@ from concurrent.futures import TimeoutError as FuturesTimeout
 from pathlib import Path
 
 import torch
+from bench import as_graph, timed
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
@@ -357,7 +357,7 @@ def operator_step(op: str, dims: tuple[int, int], width: int) -> dict:
     results = {"": worst(step())}
     if DEVICE == "cuda":
         kept = {}
-        replay, captured = graphed(lambda: kept.update(o=step()))
+        replay, captured = as_graph(lambda: kept.update(o=step()))
         for old, n in zip(state, names, strict=True):
             old.copy_(x[n])
         replay()
@@ -394,46 +394,6 @@ def determinism(runs: int) -> bool:
 
 
 # ---- timing ---------------------------------------------------------------------------------------------------------
-
-
-def graphed(call):
-    """`call` as a CUDA-graph replay; (replay, True), or (call, False) where it cannot be captured."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return call, False
-    return graph.replay, True
-
-
-def time_calls(calls: dict, repeats: int = 20) -> dict:
-    """{name: (median ms, 10 %, 90 %)}; candidates interleaved, L2 overwritten before each."""
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    times = {name: [] for name in calls}
-    for i in range(repeats + 3):
-        for name, call in calls.items():
-            flush.fill_(i)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= 3:
-                times[name].append(start.elapsed_time(end))
-    result = {}
-    for name, values in times.items():
-        values.sort()
-        result[name] = [
-            round(x, 4) for x in (statistics.median(values), values[repeats // 10], values[-repeats // 10 - 1])
-        ]
-    return result
 
 
 def fla_op():
@@ -497,10 +457,10 @@ def timing(shapes, baseline) -> list[dict]:
                 continue
             for kind, run in (("forward", forward), ("both", both)):
                 try:
-                    calls[f"{name} {kind}"], captured[f"{name} {kind}"] = graphed(lambda run=run, op=op: run(op))
+                    calls[f"{name} {kind}"], captured[f"{name} {kind}"] = as_graph(lambda run=run, op=op: run(op))
                 except Exception as error:  # a baseline that cannot run is a row of the table, not the end of it
                     print(f"{name} {kind} {batch}x{tokens}x{heads}x{dim}: {str(error).splitlines()[0]}", flush=True)
-        times = time_calls(calls)
+        times = timed(calls, 20, cold=True)
         per = batch * tokens * heads / 2**20
         row = {"batch": batch, "tokens": tokens, "heads": heads, "dim": dim, "ms": times, "graph": captured}
         row["ms per 2^20"] = {name: round(x[0] / per, 3) for name, x in times.items()}
@@ -529,7 +489,7 @@ def stage_times(batch, tokens, heads, dim) -> dict:
         "reverse": lambda: scan.reverse_scan(q, k, do, scalars, N, A, chunks, 0.1, None, d_initial=False),
         "grads": lambda: grads.gradients(q, k, v, do, scalars, A, states, d_states, Y, F, chunks, 0.1, erase=True),
     }
-    return {name: x[0] for name, x in time_calls({n: graphed(c)[0] for n, c in calls.items()}, 10).items()}
+    return {name: x[0] for name, x in timed({n: as_graph(c)[0] for n, c in calls.items()}, 10, cold=True).items()}
 
 
 def mesa_times(batch, tokens, heads, dim) -> dict:
@@ -551,7 +511,7 @@ def mesa_times(batch, tokens, heads, dim) -> dict:
 
     calls = {"states": states} | {f"forward {n} steps": lambda n=n: forward(n) for n in (1, 7, 30)}
     calls["both 7 steps"] = lambda: torch.autograd.grad(mesa(*leaves, max_iter=7, tol=0.0)[0], leaves, slope)
-    times = {name: x[0] for name, x in time_calls({n: graphed(c)[0] for n, c in calls.items()}, 10).items()}
+    times = {name: x[0] for name, x in timed({n: as_graph(c)[0] for n, c in calls.items()}, 10, cold=True).items()}
     residual = mesa(*leaves, max_iter=30, tol=1e-3)[2]
     return times | {"worst residual of 30 steps": float(residual.max())}
 
@@ -577,7 +537,7 @@ def prelude_times(batch, tokens, heads, dim) -> dict:
             return forward()
 
     calls = {"log norm": alone, "forward": plain, "both": lambda: torch.autograd.grad(forward(), leaves, slopes)}
-    return {name: x[0] for name, x in time_calls({n: graphed(c)[0] for n, c in calls.items()}, 10).items()}
+    return {name: x[0] for name, x in timed({n: as_graph(c)[0] for n, c in calls.items()}, 10, cold=True).items()}
 
 
 SWEEP = {
@@ -626,8 +586,8 @@ def decode_times() -> list[dict]:
         for batch in (1, 8, 32, 64, 128, 256):
             q, k, v, log_decay, beta, _, state, _ = inputs(batch, 1, heads, (1, 1, 1), (128, 128), torch.bfloat16)
             state = state.mT.contiguous().mT
-            call, captured = graphed(lambda s=state, a=(q, k, v, log_decay, beta): gated_delta_step(*a, state=s))
-            ms = time_calls({"step": call})["step"][0]
+            call, captured = as_graph(lambda s=state, a=(q, k, v, log_decay, beta): gated_delta_step(*a, state=s))
+            ms = timed({"step": call}, 20, cold=True)["step"][0]
             floor = batch * heads * 2 * 4 * 128 * 128 / 4.3e12 * 1e3
             table.append({"batch": batch, "heads": heads, "us": round(1e3 * ms, 2), "over floor": round(ms / floor, 2)})
             print(json.dumps(table[-1]), flush=True)
