@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 from linearize.checkpoint import RunState
 from linearize.errors import UserError
 from linearize.processes import Processes, set_weight, whole
-from linearize.student import MODELS, student_config
+from linearize.student import MODELS, student_config, student_name
 from linearize.teacher import Teacher
 
 
@@ -110,7 +110,7 @@ def aligned_weights(
     """Every tensor of a student of aligned layers, in the format `chosen`, or (None) each in its teacher's."""
     prefixes = {i: teacher.family.layers_prefix.format(i=i) + "self_attn." for i in specs}
     for name in teacher.tensors.names():
-        if not name.startswith(tuple(prefixes.values())):
+        if student_name(name, specs) == name:
             tensor = teacher.tensors.get(name)
             yield name, tensor.to(chosen or tensor.dtype)
     for i, prefix in prefixes.items():
