@@ -19,7 +19,8 @@ import linearize
 from linearize.checkpoint import atomic_write_text, format_bytes, writing
 from linearize.console import Console, format_count
 from linearize.errors import UserError
-from linearize.models import Model, free_memory, open_model, open_named_teacher, pick_device
+from linearize.models import Model, free_memory, open_model, open_named_teacher
+from linearize.processes import pick_device
 
 PIECE = 2048  # tokens of a row that prefill reads at once
 WARM_UP = 3  # decode steps before the first that counts

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from linearize.errors import UserError
+from linearize.errors import UserError, one_line
 from linearize.families import STUDENT_PREFIX
 
 SINGLE = "model.safetensors"
@@ -289,6 +289,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def read_object(path: Path, fix: str) -> dict:
+    """The object in a JSON file. UserError, with `fix`, when it cannot be read or holds something else."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError("cannot be read", value=path, fix=f"{one_line(error)}; {fix}") from error
+    if not isinstance(fields, dict):
+        raise UserError("not a JSON object", value=path, fix=fix)
+    return fields
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from linearize import __version__
 from linearize.console import Console
-from linearize.errors import UsageError, UserError
+from linearize.errors import UsageError, UserError, memory_needed_by
 from linearize.recipe import GROUPS, OPTIONS, Option, Recipe, find_recipe, parse_size, recipe_names, recipes_dir
 
 # typer keeps its exception classes private; the public BadParameter is a UsageError, which is a ClickException.
@@ -151,6 +151,25 @@ def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
     return verb
 
 
+def takes_console(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb --json, -q and -v; the verb itself receives the `console` that they make."""
+    kept = [p for p in inspect.signature(command).parameters.values() if p.name != "console"]
+    switches = {"json": JsonOption, "quiet": QuietOption, "verbose": VerboseOption}
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in switches.items()
+    ]
+
+    @functools.wraps(command)
+    def verb(**given: Any) -> None:
+        console = Console(**{name: given.pop(name) for name in switches})
+        command(**given, console=console)
+
+    verb.__signature__ = inspect.Signature(kept + added)
+    verb.__annotations__ = {p.name: p.annotation for p in kept + added}
+    return verb
+
+
 def _console(recipe: Recipe) -> Console:
     return Console(quiet=recipe.run.quiet, json=recipe.run.json, verbose=recipe.run.verbose)
 
@@ -208,6 +227,7 @@ def convert(model: ModelArg, out: OutArg, recipe: Recipe) -> None:
     "at most 2 % higher; keep ranks the layers by the start error of that mixer. Both are hints from one layer at a "
     "time: convert --keep-softmax auto:N measures instead.",
 )
+@takes_console
 def inspect_model(
     model: Annotated[
         str, typer.Argument(metavar="MODEL|DIR", help="A model, or a converted folder: its teacher is looked at.")
@@ -235,9 +255,8 @@ def inspect_model(
     ] = False,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
-    json: JsonOption = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
+    *,
+    console: Console,
 ) -> None:
     """Show each layer's attention and every mixer's start.
 
@@ -253,12 +272,8 @@ def inspect_model(
         "model.trust_remote_code": trust_remote_code,
         "run.device": device,
         "run.seed": seed,
-        "run.json": json,
-        "run.quiet": quiet,
-        "run.verbose": verbose,
     }
-    recipe = Recipe.resolve(flags=flags)
-    run(model, recipe, _console(recipe), layers=layers, mixers=mixers, out=out)
+    run(model, Recipe.resolve(flags=flags), console, layers=layers, mixers=mixers, out=out)
 
 
 def _sizes(text: str, flag: str) -> tuple[int, ...]:
@@ -278,6 +293,7 @@ def _sizes(text: str, flag: str) -> tuple[int, ...]:
     "Own measures: perplexity, parity, recall, repetition; every other name is lm-eval's (lm_eval ls tasks). "
     "Above chance is (student - chance) / (teacher - chance), chance being 1 / number of choices.",
 )
+@takes_console
 def evaluate(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of the converted model.", show_default=False)],
     tasks: Annotated[
@@ -339,9 +355,8 @@ def evaluate(
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    json: JsonOption = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
+    *,
+    console: Console,
 ) -> None:
     """Score a converted model beside its teacher.
 
@@ -379,10 +394,11 @@ def evaluate(
         dtype=dtype,
         refresh=refresh,
     )
-    run(folder, options, Console(quiet=quiet, json=json, verbose=verbose))
+    run(folder, options, console)
 
 
 @app.command(epilog='Example: linearize generate out/smollm2 "Why is the sky blue?" --teacher')
+@takes_console
 def generate(
     model: Annotated[str, typer.Argument(metavar="DIR", help="A converted folder, or any MODEL.", show_default=False)],
     prompt: Annotated[
@@ -413,9 +429,8 @@ def generate(
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    json: JsonOption = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
+    *,
+    console: Console,
 ) -> None:
     """Let the model go on from a prompt."""
     from linearize.generate import Options
@@ -432,7 +447,7 @@ def generate(
         device=device,
         dtype=dtype,
     )
-    _, stopped = run(model, prompt, options, Console(quiet=quiet, json=json, verbose=verbose))
+    _, stopped = run(model, prompt, options, console)
     if stopped:
         raise typer.Exit(130)
 
@@ -440,6 +455,7 @@ def generate(
 @bench_app.command(
     "decode", epilog="Example: linearize bench decode out/smollm2 --teacher --context 1k,8k --batch 1,16"
 )
+@takes_console
 def bench_decode(
     model: Annotated[str, typer.Argument(metavar="DIR", help="A converted folder, or any MODEL.", show_default=False)],
     teacher: Annotated[bool, typer.Option("--teacher", help="The teacher beside it.")] = False,
@@ -449,16 +465,15 @@ def bench_decode(
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    json: JsonOption = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
+    *,
+    console: Console,
 ) -> None:
     """Time decoding and prefill, and weigh the cache."""
     sizes = {"context": _sizes(context, "--context"), "batch": _sizes(batch, "--batch")}
     from linearize.bench import Options, decode
 
     options = Options(**sizes, steps=steps, teacher=teacher, seed=seed, device=device, dtype=dtype)
-    decode(model, options, Console(quiet=quiet, json=json, verbose=verbose))
+    decode(model, options, console)
 
 
 @bench_app.command(
@@ -477,6 +492,7 @@ def bench_kernels(context: typer.Context) -> None:
 
 
 @app.command(epilog="Example: linearize export out/qwen3-hybrid out/native --check")
+@takes_console
 def export(
     model: Annotated[str, typer.Argument(metavar="DIR", help="A converted model, or a model that was not converted.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the native model.", show_default=False)],
@@ -496,9 +512,8 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a weight file at most.")
     ] = "5GB",
-    json: JsonOption = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
+    *,
+    console: Console,
 ) -> None:
     """Write DIR to OUT as a native Qwen3.5-family model.
 
@@ -511,7 +526,7 @@ def export(
     run(
         model,
         out,
-        Console(quiet=quiet, json=json, verbose=verbose),
+        console,
         to=to,
         allow_head_padding=allow_head_padding,
         dtype=options.dtype,
@@ -521,11 +536,11 @@ def export(
 
 
 @app.command(epilog="Example: linearize report out/smollm2")
+@takes_console
 def report(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="A converted folder.", show_default=False)],
-    json: JsonOption = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
+    *,
+    console: Console,
 ) -> None:
     """Write DIR/report.html and the model card.
 
@@ -533,7 +548,7 @@ def report(
     """
     from linearize.report import report as run
 
-    run(out, Console(quiet=quiet, json=json, verbose=verbose))
+    run(out, console)
 
 
 @recipes_app.command("ls", epilog="Example: linearize recipes ls")
@@ -599,8 +614,8 @@ def _explain(error: Exception) -> UserError:
         command = context.command_path if context else "linearize"
         return UsageError(error.format_message().rstrip("."), fix=f"see {command} --help")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        need = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-        what = f"out of memory ({need[1]} more needed)" if need else "out of memory"
+        need = memory_needed_by(error)
+        what = f"out of memory ({need})" if need else "out of memory"
         return UserError(what, fix="lower --align-batch-tokens, --align-context or --calibrate-tokens")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return UserError(

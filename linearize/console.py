@@ -185,7 +185,7 @@ class Console:
         if self._answered:
             raise RuntimeError("a command prints one JSON object; this is the second")
         self._answered = True
-        print(json.dumps(_plain(obj), indent=2, allow_nan=False, ensure_ascii=False), file=sys.stdout, flush=True)
+        print(json.dumps(plain(obj), indent=2, allow_nan=False, ensure_ascii=False), file=sys.stdout, flush=True)
 
     def _write(self, text: str, style: str | None = None) -> None:
         if self._silent:
@@ -214,11 +214,12 @@ def _cell(value: object) -> str:
     return " " * indent + format_field(value)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """The same value with nothing in it that JSON lacks: paths as text, null for infinities and NaN."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "item") and not isinstance(value, (str, bytes)):

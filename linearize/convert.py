@@ -3,7 +3,6 @@
 import functools
 import json
 import platform
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,12 +22,12 @@ from linearize.assemble import (
     save_distilled,
 )
 from linearize.card import licence_of, model_card
-from linearize.checkpoint import RunState, atomic_write_text, format_bytes, recipe_difference
+from linearize.checkpoint import RunState, atomic_write_text, format_bytes, read_object, recipe_difference
 from linearize.console import Console, format_count, format_seconds
 from linearize.corpus import Text, prepare_text, training_streams
 from linearize.data import Rows, content_hash
 from linearize.distill import STATE, Trainer, memory_needed, splits_weights
-from linearize.errors import UserError
+from linearize.errors import UserError, memory_needed_by
 from linearize.evaluate import continue_text
 from linearize.layerwise import BATCH_TOKENS, Layerwise, aligned_lines
 from linearize.metrics import Metrics
@@ -63,7 +62,7 @@ def convert(model: str, out: Path, recipe: Recipe, console: Console) -> dict:
         here.wait()
         run = own or RunState.join(out)
         if run.finished:
-            record = _read_record(out)
+            record = read_object(out / "linearize.json", "--overwrite converts again")
             console.line(f"{out} is finished; --overwrite starts afresh")
             if difference := _made_otherwise(record, teacher, recipe):
                 console.warn(f"{out} stays as it is, made from another command: {difference}")
@@ -149,10 +148,7 @@ def memory_for(fix: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        need = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-        raise UserError(
-            "out of GPU memory", value=f"{need[1]} more needed" if need else None, fix=f"lower {fix}"
-        ) from error
+        raise UserError("out of GPU memory", value=memory_needed_by(error), fix=f"lower {fix}") from error
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -314,14 +310,6 @@ def write_checkpoint(
 
 def _teacher_identity(teacher: Teacher) -> dict:
     return {"source": teacher.source, "revision": teacher.revision, "model_type": teacher.family.model_type}
-
-
-def _read_record(out: Path) -> dict:
-    path = out / "linearize.json"
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read", value=error, fix="--overwrite converts again") from error
 
 
 def _made_otherwise(record: dict, teacher: Teacher, recipe: Recipe) -> str:

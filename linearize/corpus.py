@@ -54,9 +54,9 @@ def prepare_text(teacher: Teacher, recipe: Recipe, here: Processes, run: RunStat
             alignment = loader.take(align.tokens)
     else:
         train = open_sources(source, column=column)
-        calibration = _rows(train, tokenizer, calibrate.context, calibrate.tokens, seed)
+        calibration = source_rows(train, tokenizer, calibrate.context, calibrate.tokens, seed)
         if align.tokens:
-            alignment = _rows(train, tokenizer, align.context, align.tokens, seed + 1)
+            alignment = source_rows(train, tokenizer, align.context, align.tokens, seed + 1)
         for rows in (calibration, alignment):
             if rows is not None and rows.shortfall:
                 console.line(
@@ -66,7 +66,7 @@ def prepare_text(teacher: Teacher, recipe: Recipe, here: Processes, run: RunStat
     if recipe.data.heldout_tokens:
         heldout = open_sources(source, column=column, heldout=True)
         try:
-            measured = _rows(heldout, tokenizer, calibrate.context, recipe.data.heldout_tokens, seed)
+            measured = source_rows(heldout, tokenizer, calibrate.context, recipe.data.heldout_tokens, seed)
         except UserError as error:
             fix = "give more text, lower --calibrate-context, or --heldout-tokens 0 to compare on none"
             raise UserError(f"held-out text: {error.what}", value=error.value, fix=fix) from error
@@ -104,7 +104,7 @@ def sample_rows(
     return rows
 
 
-def _rows(sources: list[Source], tokenizer, context: int, tokens: int, seed: int) -> Rows:
+def source_rows(sources: list[Source], tokenizer, context: int, tokens: int, seed: int) -> Rows:
     """Whole windows of single documents where the text has enough of them, else packed rows, full of short contexts."""
     try:
         text = documents(sources, seed)

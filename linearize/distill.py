@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 
 from linearize.checkpoint import PARTIAL, RunState, format_bytes, write_safetensors, writing
-from linearize.data import Rows
+from linearize.data import Rows, followed
 from linearize.errors import UserError
 from linearize.kl import FullTarget, Head, Target, TopTarget, chunked_kl, chunks, log_probabilities
 from linearize.metrics import Metrics
@@ -138,9 +138,7 @@ class Comparison(nn.Module):
 
 def _sums(head: Head, hidden: Tensor, target: FullTarget, ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
     """Per token [N]: KL, whether both put the same token first, and both losses on the next token (0 without one)."""
-    follows = torch.zeros_like(positions, dtype=torch.bool)
-    follows[:, :-1] = positions[:, 1:] == positions[:, :-1] + 1
-    next_ids, follows = ids.roll(-1, 1).flatten(), follows.flatten()
+    next_ids, follows = ids.roll(-1, 1).flatten(), followed(positions).flatten()
     parts: dict[str, list[Tensor]] = {"kl": [], "agree": [], "teacher": [], "student": []}
     for part in chunks(len(hidden), head.vocabulary):
         log_q, log_p = log_probabilities(head(hidden[part]), 1.0), target.log_p(part)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 
 def one_line(text: object) -> str:
     """The text with every run of white space, newlines included, made one blank."""
     return " ".join(str(text).split())
+
+
+def memory_needed_by(error: BaseException) -> str | None:
+    """What an out-of-memory error says was asked for, such as "20.00 MiB more needed"; None if it does not say."""
+    found = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    return f"{found[1]} more needed" if found else None
 
 
 class UserError(Exception):

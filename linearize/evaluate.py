@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from linearize import __version__, harness, probes
 from linearize.checkpoint import atomic_write_text, writing
-from linearize.console import Console
-from linearize.data import Rows, bundled_documents, read_documents
+from linearize.console import Console, plain
+from linearize.data import Rows, bundled_documents, followed, read_documents
 from linearize.errors import UserError
 from linearize.hidden import HiddenStates
-from linearize.models import Model, check_same_vocabulary, free_memory, open_model, open_named_teacher, pick_device
+from linearize.models import Model, check_same_vocabulary, free_memory, open_model, open_named_teacher
+from linearize.processes import pick_device
 from linearize.teacher import BlockRunner
 
 PERPLEXITY_TOKENS = 65_536  # of --data, in whole documents
@@ -38,8 +39,7 @@ def perplexity(runner: BlockRunner, hidden: Tensor | HiddenStates, rows: Rows) -
     hidden: [N, T, d], what leaves the last layer for the tokens of ``rows``. One row of it is read at a time, and its
     logits are made in chunks.
     """
-    follows = torch.zeros_like(rows.positions, dtype=torch.bool)
-    follows[:, :-1] = rows.positions[:, 1:] == rows.positions[:, :-1] + 1
+    follows = followed(rows.positions)
     target = rows.ids.roll(-1, 1)
     total = 0.0
     for row in range(len(rows)):
@@ -341,16 +341,7 @@ def _percent(value: float | None) -> str | None:
 def _write(path: Path, report: dict) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(path, json.dumps(_finite(report), indent=2, ensure_ascii=False) + "\n")
-
-
-def _finite(value: object) -> object:
-    """What JSON has no number for, as null."""
-    if isinstance(value, dict):
-        return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    atomic_write_text(path, json.dumps(plain(report), indent=2, ensure_ascii=False) + "\n")
 
 
 def _write_tasks(path: Path, report: dict) -> None:
@@ -358,7 +349,7 @@ def _write_tasks(path: Path, report: dict) -> None:
     same = ("identity", "settings", "lm_eval", "linearize")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         before = json.loads(path.read_bytes())
-        if all(before[name] == _finite(report[name]) for name in same):
+        if all(before[name] == plain(report[name]) for name in same):
             tasks = {**before["tasks"], **report["tasks"]}
             units = {**(before["retained"] or {}).get("tasks", {}), **(report["retained"] or {}).get("tasks", {})}
             report = {**report, "tasks": tasks, "retained": harness.mean_accuracy(tasks, units)}

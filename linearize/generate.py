@@ -11,7 +11,8 @@ from transformers import BatchEncoding, TextStreamer
 
 from linearize.console import Console
 from linearize.errors import UsageError, UserError
-from linearize.models import Model, free_memory, hushed, open_model, open_named_teacher, pick_device
+from linearize.models import Model, free_memory, hushed, open_model, open_named_teacher
+from linearize.processes import pick_device
 
 SIDES = ("teacher", "student")  # from left to right
 

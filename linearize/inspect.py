@@ -18,14 +18,16 @@ from torch import Tensor, nn
 
 from linearize import plots
 from linearize.calibrate import Ladder, calibrate_layer
-from linearize.checkpoint import CONFIG, atomic_write_bytes, atomic_write_text, writing
-from linearize.console import Console
-from linearize.data import Rows, documents, open_sources, pack_rows, parse_sources
+from linearize.checkpoint import CONFIG, atomic_write_bytes, atomic_write_text, read_object, writing
+from linearize.console import Console, plain
+from linearize.corpus import source_rows
+from linearize.data import Rows, open_sources, parse_sources
 from linearize.errors import UsageError, UserError
 from linearize.families import STUDENT_PREFIX
 from linearize.mixers import MIXERS, HeadShape, MixedAttention, Sample, Segments, build_mixer
+from linearize.mixers.attended import document_starts
 from linearize.observe import Observed, observe
-from linearize.plan import check_device
+from linearize.processes import pick_device
 from linearize.recipe import MIXER_KINDS, Recipe
 from linearize.student import packed_starts
 from linearize.teacher import BlockRunner, Teacher, open_teacher
@@ -111,8 +113,9 @@ def add_attention(
     half, f64 = int(held_out), torch.float64
     at = torch.arange(length, device=device)
     size = max(1, SCORES // (heads * length))
+    firsts = document_starts(starts)
     for b in range(batch):
-        first = torch.zeros_like(at) if starts is None else torch.where(starts[b], at, 0).cummax(0).values
+        first = torch.zeros_like(at) if firsts is None else firsts[b]
         keys = seen.k[b].float()
         for t in range(0, length, size):
             now = at[t : t + size]
@@ -209,7 +212,7 @@ def open_subject(model: str, recipe: Recipe, console: Console) -> Subject:
     if source is not None:
         if revision is not None:
             raise UsageError("a revision belongs to a Hub id, and this is a converted folder", value=model)
-        record = read_json(folder / "linearize.json")
+        record = read_object(folder / "linearize.json", "convert again")
         model, revision = source
         console.line(f"{folder} is converted: looking at its teacher, {model}")
     try:
@@ -227,24 +230,13 @@ def _teacher_of(folder: Path) -> tuple[str, str | None] | None:
     """Source and revision of the teacher that a converted folder's config.json names; None for any other model."""
     if not (folder / CONFIG).is_file():
         return None
-    fields = read_json(folder / CONFIG)
+    fields = read_object(folder / CONFIG, "convert again")
     if not str(fields.get("model_type", "")).startswith(STUDENT_PREFIX):
         return None
     teacher = (fields.get("linearize") or {}).get("teacher") or {}
     if not teacher.get("source"):
         raise UserError("this converted model does not name its teacher", value=str(folder), fix="name the teacher")
     return teacher["source"], teacher.get("revision")
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file; UserError when there is none."""
-    try:
-        fields = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError("cannot be read", value=str(path), fix=error) from error
-    if not isinstance(fields, dict):
-        raise UserError("not a JSON object", value=str(path), fix="convert again")
-    return fields
 
 
 def inspect(
@@ -261,7 +253,7 @@ def inspect(
     layers: such as "0-3,8", None for all. mixers: kinds by comma, None for all. out: a folder for inspect.json and, if
     matplotlib is there, the figures. One block of the model is in memory at a time.
     """
-    check_device(recipe.run.device)
+    device = pick_device(recipe.run.device)
     kinds = _kinds(mixers)
     subject = open_subject(model, recipe, console)
     teacher = subject.teacher
@@ -269,9 +261,6 @@ def inspect(
     rows = _rows(teacher, recipe)
     if rows.shortfall:
         console.line(rows.shortfall)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if recipe.run.device != "auto":
-        device = torch.device(recipe.run.device)
     runner = teacher.runner(device, torch.float32)
     hidden = runner.embed(rows.ids)
     results = []
@@ -340,21 +329,7 @@ def _rows(teacher: Teacher, recipe: Recipe) -> Rows:
             value=source,
             fix="give text, or leave --data out for the bundled text",
         )
-    sources, rows = open_sources(source), None
-    for long_only in (True, False):
-        if rows is None or rows.shortfall:
-            try:
-                rows = pack_rows(
-                    documents(sources, recipe.run.seed),
-                    teacher.tokenizer,
-                    options.context,
-                    options.tokens,
-                    seed=recipe.run.seed,
-                    long_only=long_only,
-                )
-            except UserError:
-                if not long_only:
-                    raise
+    rows = source_rows(open_sources(source), teacher.tokenizer, options.context, options.tokens, recipe.run.seed)
     if len(rows) < 3:
         raise UserError(
             "three rows of text are needed, two to start the mixers and one to measure them on",
@@ -575,7 +550,7 @@ def write(report: dict, out: Path, console: Console) -> list[str]:
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     files = [out / "inspect.json"]
-    atomic_write_text(files[0], json.dumps(finite(report), indent=2) + "\n")
+    atomic_write_text(files[0], json.dumps(plain(report), indent=2) + "\n")
     if not plots.available():
         console.warn(f"no figures: matplotlib is missing, {plots.INSTALL}")
         return [str(path) for path in files]
@@ -583,12 +558,3 @@ def write(report: dict, out: Path, console: Console) -> list[str]:
         files.append(out / f"{name}.png")
         atomic_write_bytes(files[-1], plots.png(figure))
     return [str(path) for path in files]
-
-
-def finite(value):
-    """The same object with None for every infinity and NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from linearize import student as student  # registers the converted architectures
 from linearize.checkpoint import CONFIG, TensorIndex
-from linearize.errors import UsageError, UserError, one_line
+from linearize.errors import UserError, one_line
 from linearize.families import STUDENT_PREFIX
 from linearize.teacher import TOKENIZER_FILES, Teacher, open_teacher
 
@@ -139,19 +139,6 @@ def check_same_vocabulary(teacher: Model, student: Model) -> None:
         value=f"{len(theirs)} and {len(ours)} tokens, {len(differ)} of them not the same, such as {differ[0]!r}",
         fix="compare with the model that it was converted from",
     )
-
-
-def pick_device(name: str) -> torch.device:
-    """auto, cpu, cuda or cuda:N as a device that is there; UsageError for any other."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError("no such device", value=name, fix="auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"this machine has {torch.cuda.device_count()} CUDA devices", value=name, fix="--device cpu")
-    return device
 
 
 def free_memory(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from linearize.errors import UsageError, UserError, one_line
 from linearize.export import exportable
 from linearize.families import Family, family_of
 from linearize.mixers import MIXERS, HeadShape
+from linearize.processes import pick_device
 from linearize.recipe import Recipe
 from linearize.teacher import empty_model, open_teacher, stored_shapes
 
@@ -204,18 +205,9 @@ def plan_model(
 
     lengths, batches: tokens and numbers of sequences at which the caches of teacher and student are compared.
     """
-    check_device(recipe.run.device)
+    pick_device(recipe.run.device)
     check_sources(recipe.data.source)
     return make_plan(read_source(model, recipe), recipe, lengths, batches)
-
-
-def check_device(device: str) -> None:
-    """UsageError when the device is not on this machine."""
-    if device.startswith("cuda"):
-        found = torch.cuda.device_count()
-        if int(device.partition(":")[2] or 0) >= found:
-            fix = "use --device cpu" if not found else f"this machine has cuda:0 to cuda:{found - 1}"
-            raise UsageError("no such device", value=device, fix=fix)
 
 
 def read_source(model: str, recipe: Recipe) -> Source:

@@ -54,10 +54,23 @@ class Processes:
         return torch.stack(all_of_them).sum(0).tolist()
 
 
+def pick_device(name: str) -> torch.device:
+    """auto, cpu, cuda or cuda:N as a device that is on this machine; UsageError for any other."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError("no such device", value=name, fix="auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
+        raise UsageError("no such device", value=name, fix=f"this machine has {found} CUDA devices; --device cpu")
+    return device
+
+
 def join(device: str) -> Processes:
     """Join the other processes if a launcher started some; else this process is alone. device: run.device."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    found = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
+    found = pick_device(device)
     if world == 1:
         return Processes(found)
     if found.index is not None:

@@ -19,7 +19,14 @@ from markupsafe import Markup
 
 import linearize
 from linearize import card, plots
-from linearize.checkpoint import CONFIG, atomic_write_bytes, atomic_write_text, format_bytes, writing
+from linearize.checkpoint import (
+    CONFIG,
+    atomic_write_bytes,
+    atomic_write_text,
+    format_bytes,
+    read_object,
+    writing,
+)
 from linearize.console import Console, format_count, format_seconds
 from linearize.errors import UserError, one_line
 
@@ -79,15 +86,7 @@ def read_folder(path: Path) -> Folder:
 
 def _object(path: Path) -> dict | None:
     """The object in a JSON file; None where there is none. UserError for a file that is damaged."""
-    if not path.is_file():
-        return None
-    try:
-        fields = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError("cannot be read", value=str(path), fix=f"{one_line(error)}; make it again") from error
-    if not isinstance(fields, dict):
-        raise UserError("not a JSON object", value=str(path), fix="make it again")
-    return fields
+    return read_object(path, "make it again") if path.is_file() else None
 
 
 def _lines(path: Path) -> list[dict]:

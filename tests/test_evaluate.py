@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import make_student, teacher_model, tiny_tokenizer
 
-from linearize import cli, harness, models, probes
+from linearize import cli, harness, models, probes, processes
 from linearize.errors import UserError
 
 TASKS = {
@@ -521,11 +521,11 @@ def test_identity_follows_the_files(model):
 
 
 def test_pick_device():
-    assert models.pick_device("cpu") == torch.device("cpu")
+    assert processes.pick_device("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match="no such device"):
-        models.pick_device("gpu5x")
+        processes.pick_device("gpu5x")
     with pytest.raises(UserError, match="CUDA devices"):
-        models.pick_device("cuda:99")
+        processes.pick_device("cuda:99")
 
 
 # ---- real tasks, where a checkout has them beside it ----------------------------------------------------------------

@@ -57,6 +57,13 @@ class Rows:
             yield from zip(self.ids.split(rows_per_batch), self.positions.split(rows_per_batch), strict=True)
 
 
+def followed(positions: torch.Tensor) -> torch.Tensor:
+    """[N, T] positions -> [N, T] bool: whether the next token of the row is of the same document."""
+    follows = torch.zeros_like(positions, dtype=torch.bool)
+    follows[:, :-1] = positions[:, 1:] == positions[:, :-1] + 1
+    return follows
+
+
 def content_hash(rows: Rows) -> str:
     """Hash (hex, 128 bits) of shape, ids and positions: equal when two runs saw the same tokens in the same order."""
     digest = hashlib.blake2b(repr(tuple(rows.ids.shape)).encode(), digest_size=16)
