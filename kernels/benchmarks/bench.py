@@ -18,7 +18,9 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +51,9 @@ def environment() -> dict:
     except ImportError:
         report["triton"] = None
     if torch.cuda.is_available():
-        report |= {"gpu": torch.cuda.get_device_name(), "driver": torch._C._cuda_getDriverVersion()}
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        told = subprocess.run(query, capture_output=True, text=True) if shutil.which(query[0]) else None
+        report |= {"gpu": torch.cuda.get_device_name(), "driver": told and told.stdout.strip()}
     report["ptxas"] = os.environ.get("TRITON_PTXAS_PATH", "bundled")
     return report
 
