@@ -115,6 +115,7 @@ def entries(quick: bool) -> Iterator[tuple]:
                 tile, warps, stages = scan.REVERSE[BK]
                 BV = min(tile, triton.next_power_of_2(V))
                 constants = {**shared, "K": K, "V": V, "BK": BK, "BV": BV, "D_FINAL": True, "D_INITIAL": True}
+                constants["STORE"] = True
                 floats = ("scalars", "d_final", "d_initial")
                 yield f"reverse {label}", scan.reverse_scan_kernel, dtype, constants, floats, packed, (), warps, stages
                 _, KT, BV, warps, stages = grads.grads_launch(None, K, V, erase, None)

@@ -64,10 +64,10 @@ def locate_chunk(chunk, table, cu_seqlens, T, NT, C: tl.constexpr, VARLEN: tl.co
 def locate_sequence(sequence, offsets, cu_seqlens, T, NT, C: tl.constexpr, VARLEN: tl.constexpr):
     """(row of the batch, first token, end, number of its first chunk) of a sequence."""
     if VARLEN:
-        start = tl.load(cu_seqlens + sequence).to(tl.int32)
-        end = tl.load(cu_seqlens + sequence + 1).to(tl.int32)
-        batch = tl.cast(0, tl.int64)
-        chunk = tl.load(offsets + sequence)
+        batch = tl.load(offsets + 4 * sequence).to(tl.int64)
+        start = tl.load(offsets + 4 * sequence + 1)
+        end = tl.load(offsets + 4 * sequence + 2)
+        chunk = tl.load(offsets + 4 * sequence + 3)
     else:
         start = 0
         end = T
@@ -80,7 +80,8 @@ class Chunks:
     """Chunk numbering of one call: rows of the batch, or packed sequences, one after the other.
 
     For packed sequences the tables are built on the device, without reading `cu_seqlens` on the host: `count` is the
-    upper bound T // 64 + S, and entries that no sequence uses have sequence -1.
+    upper bound T // 64 + S, and entries of `table` [count,2] (sequence, first token) that no sequence uses have
+    sequence -1. `offsets` [S,4] holds (row of the batch, first token, end, number of the first chunk).
     """
 
     def __init__(self, batch: int, tokens: int, cu_seqlens: Tensor | None):
@@ -95,12 +96,14 @@ class Chunks:
         self.count = tokens // CHUNK + self.sequences
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         ends = ((lengths + CHUNK - 1) // CHUNK).cumsum(0)
-        self.offsets = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        begin = ends - (lengths + CHUNK - 1) // CHUNK
+        columns = torch.zeros_like(begin), cu_seqlens[:-1], cu_seqlens[1:], begin
+        self.offsets = torch.stack(columns, 1).to(torch.int32)
         index = torch.arange(self.count, device=cu_seqlens.device)
         sequence = torch.searchsorted(ends, index, right=True)
         used = sequence < self.sequences
         sequence = sequence.clamp(max=self.sequences - 1)
-        first = cu_seqlens[sequence] + (index - self.offsets[sequence]) * CHUNK
+        first = cu_seqlens[sequence] + (index - begin[sequence]) * CHUNK
         self.table = torch.stack([torch.where(used, sequence, -1), first], 1).to(torch.int32).contiguous()
 
     @staticmethod

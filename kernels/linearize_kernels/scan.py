@@ -106,7 +106,7 @@ def reverse_scan_kernel(
     T, NT, H, q_group, k_group, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, o_batch, o_token, o_head,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    ERASE: tl.constexpr, D_FINAL: tl.constexpr, D_INITIAL: tl.constexpr, VARLEN: tl.constexpr,
+    ERASE: tl.constexpr, D_FINAL: tl.constexpr, D_INITIAL: tl.constexpr, STORE: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(V, BV)
@@ -144,12 +144,14 @@ def reverse_scan_kernel(
         d_out = tl.load(do + row[:, None] * o_token + value[None, :], mask=tile_v, other=0.0)
         square = place * C * C + row[:, None] * C + row[None, :]
         half = dS.to(keys.dtype)
-        tl.store(d_states + (place * K + key[:, None]) * V + value[None, :], half, mask=in_state)
+        if STORE:
+            tl.store(d_states + (place * K + key[:, None]) * V + value[None, :], half, mask=in_state)
         f = late[:, None] * dot(keys, half, PRECISION, ACC)
         f += dot(tl.trans(tl.load(A + square)), d_out, PRECISION, ACC)
         if ERASE:
             f += dot(tl.trans(tl.load(N + square)), f.to(keys.dtype), PRECISION, ACC)
-        tl.store(F + (place * C + row[:, None]) * V + value[None, :], f.to(keys.dtype), mask=in_value[None, :])
+        if STORE:
+            tl.store(F + (place * C + row[:, None]) * V + value[None, :], f.to(keys.dtype), mask=in_value[None, :])
         grown = ((scale * reach)[:, None] * d_out.to(ACC)).to(keys.dtype)
         dS = kept * dS + dot(tl.trans(queries), grown, PRECISION, ACC)
         if ERASE:
@@ -179,19 +181,20 @@ def _launch(table: dict, x: Tensor, keys: int, values: int, warps: int | None) -
 
 def scan(
     q: Tensor, k: Tensor, v: Tensor, scalars: Tensor, N: Tensor, A: Tensor, chunks: Chunks, scale: float,
-    initial: Tensor | None, add_to: Tensor | None = None, *, final: bool = False, recompute: bool = False,
-    warps: int | None = None,
+    initial: Tensor | None, add_to: Tensor | None = None, *, final: bool = False, read: bool = True,
+    recompute: bool = False, warps: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Forward pass: (o [B,T,H,V], final state [S,H,K,V] or empty).
+    """Forward pass: (o [B,T,H,V] or empty without `read`, final state [S,H,K,V] or empty).
 
     With `recompute` nothing is read out; the results are the states entering each chunk [chunks,H,K,V] and the written
     values Y [chunks,H,C,V], as the backward kernels need them.
     """
     batch, tokens, heads = q.shape[0], q.shape[1], A.shape[1]
     key_dim, value_dim = k.shape[-1], v.shape[-1]
-    padded, tile, warps, stages = _launch(STORE if recompute else SCAN, q, key_dim, value_dim, warps)
+    read = read and not recompute
+    padded, tile, warps, stages = _launch(SCAN if read else STORE, q, key_dim, value_dim, warps)
     empty = q.new_empty(0)
-    o = empty if recompute else q.new_empty(batch, tokens, heads, value_dim)
+    o = q.new_empty(batch, tokens, heads, value_dim) if read else empty
     last = scalars.new_empty((chunks.sequences, heads, key_dim, value_dim) if final else 0)
     states = q.new_empty(chunks.count, heads, key_dim, value_dim) if recompute else empty
     written = q.new_empty(chunks.count, heads, CHUNK, value_dim) if recompute else empty
@@ -201,7 +204,7 @@ def scan(
         *strides(q), *strides(k), *strides(v), *((0, 0, 0) if add_to is None else strides(add_to)),
         *((0, 0, 0, 0) if initial is None else initial.stride()),
         K=key_dim, V=value_dim, BK=padded, BV=tile, C=CHUNK, ERASE=N.numel() > 0, ADD=add_to is not None,
-        INITIAL=initial is not None, OUT=not recompute, STORE=recompute, FINAL=final, VARLEN=chunks.packed,
+        INITIAL=initial is not None, OUT=read, STORE=recompute, FINAL=final, VARLEN=chunks.packed,
         PRECISION=precision(q.dtype), ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return (states, written) if recompute else (o, last)
@@ -209,21 +212,24 @@ def scan(
 
 def reverse_scan(
     q: Tensor, k: Tensor, do: Tensor, scalars: Tensor, N: Tensor, A: Tensor, chunks: Chunks, scale: float,
-    d_final: Tensor | None, *, d_initial: bool, warps: int | None = None,
+    d_final: Tensor | None, *, d_initial: bool, store: bool = True, warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Backward pass: cotangents of the states leaving each chunk, F (laid out as by `scan`), d initial or empty."""
+    """Backward pass: cotangents of the states leaving each chunk, F (laid out as by `scan`), d initial or empty.
+
+    Without `store` the first two are empty.
+    """
     tokens, heads = q.shape[1], A.shape[1]
     key_dim, value_dim = k.shape[-1], do.shape[-1]
     padded, tile, warps, stages = _launch(REVERSE, q, key_dim, value_dim, warps)
-    d_states = q.new_empty(chunks.count, heads, key_dim, value_dim)
-    F = q.new_empty(chunks.count, heads, CHUNK, value_dim)
+    d_states = q.new_empty((chunks.count, heads, key_dim, value_dim) if store else 0)
+    F = q.new_empty((chunks.count, heads, CHUNK, value_dim) if store else 0)
     first = scalars.new_empty((chunks.sequences, heads, key_dim, value_dim) if d_initial else 0)
     reverse_scan_kernel[(chunks.sequences * heads * triton.cdiv(value_dim, tile),)](
         q, k, do, scalars, N, A, d_final, d_states, F, first, chunks.offsets, chunks.cu_seqlens,
         tokens, chunks.per_row, heads, heads // q.shape[2], heads // k.shape[2], scale,
         *strides(q), *strides(k), *strides(do),
         K=key_dim, V=value_dim, BK=padded, BV=tile, C=CHUNK, ERASE=N.numel() > 0, D_FINAL=d_final is not None,
-        D_INITIAL=d_initial, VARLEN=chunks.packed, PRECISION=precision(q.dtype), ACC=accumulator(q.dtype),
-        num_warps=warps, num_stages=stages,
+        D_INITIAL=d_initial, STORE=store, VARLEN=chunks.packed, PRECISION=precision(q.dtype),
+        ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return d_states, F, first
