@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from linearize.errors import UserError
 from linearize.mixers import MixedAttention
+from linearize.processes import half_precision
 from linearize.recipe import Align
 
 BETAS = (0.9, 0.95)
@@ -50,19 +51,21 @@ def align_layer(
 ) -> list[float]:
     """Train a calibrated mixer for ``count`` steps; returns the loss of each, taken before its update.
 
-    steps: an endless iterator of batches. All of the layer's attention trains, projections included, in fp32. progress
-    is called with the tokens and the loss of each step. Raises UserError when the loss or a gradient stops being
-    finite, with the mixer as it was after the last good step.
+    steps: an endless iterator of batches. All of the layer's attention trains, projections included, with weights in
+    fp32. progress is called with the tokens and the loss of each step. Raises UserError when the loss or a gradient
+    stops being finite, with the mixer as it was after the last good step.
     """
     mixed.train().requires_grad_(True)
     parameters = dict(mixed.named_parameters())
-    optimizer = torch.optim.AdamW(parameters.values(), lr=options.lr, betas=BETAS, weight_decay=0.0)
+    fused = next(mixed.parameters()).device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameters.values(), lr=options.lr, betas=BETAS, weight_decay=0.0, fused=fused)
     losses = []
     for step in range(count):
         batch = next(steps)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, count, options)
-        output, _ = mixed(batch.x, **batch.kwargs)
+        with half_precision(batch.x.device):
+            output, _ = mixed(batch.x, **batch.kwargs)
         loss = relative_error(output, batch.target)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(parameters.values(), CLIP)

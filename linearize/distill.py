@@ -32,7 +32,7 @@ from linearize.errors import UserError
 from linearize.kl import FullTarget, Head, Target, TopTarget, chunked_kl, chunks, log_probabilities
 from linearize.metrics import Metrics
 from linearize.mixers import MixedAttention
-from linearize.processes import Processes, shard, sharded_by_launcher
+from linearize.processes import Processes, half_precision, shard, sharded_by_launcher
 from linearize.recipe import Distill
 
 BETAS = (0.9, 0.95)
@@ -278,12 +278,6 @@ class Trainer:
 
     # -- one step
 
-    def compute(self):
-        """bf16 on a GPU: the context in which the student runs."""
-        if self.here.device.type == "cuda":
-            return torch.autocast("cuda", torch.bfloat16)
-        return nullcontext()
-
     def gradients(self, ids: Tensor, positions: Tensor, tokens: int) -> float:
         """Add up the gradients of this process's rows [rows, T]; returns their share of the mean loss.
 
@@ -298,7 +292,7 @@ class Trainer:
             held = isinstance(self.module, DistributedDataParallel) and not last
             with self.module.no_sync() if held else nullcontext():
                 target = self.targets(some_ids, some_positions)
-                with self.compute():
+                with half_precision(self.here.device):
                     # Gradients are averaged over the processes; the loss is a mean over the tokens of all of them.
                     loss = self.module(some_ids, some_positions, target, self.here.world / tokens)
                 loss.backward()
@@ -531,7 +525,7 @@ class Trainer:
             index = torch.tensor([row % count for row in picked])
             ids, positions = rows.ids[index].to(here.device), rows.positions[index].to(here.device)
             target = self.targets.full(ids, positions, 1.0)
-            with self.compute():
+            with half_precision(self.here.device):
                 sums = self.module(ids, positions, target, 1.0, measure=True)
             counted = torch.tensor([row < count for row in picked], device=here.device)
             for name in names:

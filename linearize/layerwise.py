@@ -10,6 +10,7 @@ import copy
 import ctypes
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from linearize.hidden import HiddenStates
 from linearize.metrics import Metrics
 from linearize.mixers import HeadShape, MixedAttention, Sample, Segments, build_mixer
 from linearize.observe import observe
-from linearize.processes import Processes
+from linearize.processes import Processes, half_precision
 from linearize.recipe import Align, Recipe
 from linearize.student import packed_starts
 from linearize.teacher import Teacher
@@ -281,7 +282,8 @@ class Layerwise:
             pick, order = order[:rows], order[rows:]
             hidden = stream.teacher[pick]
             kwargs, reset = self._kwargs(i, hidden, stream.rows.positions[pick])
-            _, seen = observe(layer, hidden, kwargs, attention_only=True)
+            with half_precision(self.here.device):
+                _, seen = observe(layer, hidden, kwargs, attention_only=True)
             yield Step(seen.x, seen.output, {**kwargs, "mixer_reset": reset})
 
     @torch.no_grad()
@@ -293,7 +295,9 @@ class Layerwise:
         for part in self._batches(stream, self.batch):
             hidden = stream.teacher[part]
             kwargs, reset = self._kwargs(i, hidden, stream.rows.positions[part])
-            stream.teacher[part] = layer(hidden, **kwargs)
+            # Text that is only trained on has no student behind it; what is measured or fitted stays in fp32.
+            with half_precision(self.here.device) if stream.student is None else nullcontext():
+                stream.teacher[part] = layer(hidden, **kwargs)
             if stream.student is not None:
                 if mixed is not None:
                     layer.self_attn, kwargs = mixed, {**kwargs, "mixer_reset": reset}

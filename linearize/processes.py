@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -65,6 +66,11 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
         raise UsageError("no such device", value=name, fix=f"this machine has {found} CUDA devices; --device cpu")
     return device
+
+
+def half_precision(device: torch.device) -> AbstractContextManager:
+    """bf16 autocast on a GPU, nothing elsewhere; weights, gradients, moments and the mixers' gates stay fp32."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 def join(device: str) -> Processes:

@@ -205,7 +205,8 @@ def test_in_bf16_arithmetic(kind, monkeypatch):
         for p in student.parameters() if rounded else ():
             p.data.copy_(p.data.bfloat16())
         made = Trainer(student, copy.deepcopy(teacher), changed(checkpointing=True), Loader, HERE)
-        made.compute = lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+        on_cpu = lambda device: torch.autocast("cpu", torch.bfloat16, enabled=bf16)  # noqa: E731
+        monkeypatch.setattr(distill_module, "half_precision", on_cpu)
         mixer = student.model.layers[1].self_attn.mixer
         mixer.register_forward_pre_hook(lambda module, args: seen.append([x.dtype for x in args[1:4] if x is not None]))
         loss, gradients = gradients_of(made, batch)
