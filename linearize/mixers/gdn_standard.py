@@ -10,6 +10,7 @@ from transformers import initialization as init
 
 from linearize.mixers.base import HeadShape, Mixer, Segments
 from linearize.mixers.expansion import Layout
+from linearize.mixers.products import exact_linear
 
 HALF_LIFE = 128.0  # tokens; about a quarter of a short training context, far from both forgetting and hoarding
 
@@ -55,7 +56,7 @@ class StandardGDN(Mixer):
         output_state: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         layout = Layout.of(x, segments, cached=state is not None or output_state)
-        decay, write = F.linear(x.to(self.gates.weight.dtype), self.gates.weight, self.gates.bias).chunk(2, -1)
+        decay, write = exact_linear(x, self.gates.weight, self.gates.bias).chunk(2, -1)
         log_decay = -self.log_rate.exp() * F.softplus(decay)
         beta = write.sigmoid()
         if segments.mask is not None:

@@ -1,0 +1,67 @@
+"""Products of activations with fp32 weights that are worth fp32, at the speed of 16-bit ones."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _halves(x: Tensor, dim: int) -> Tensor:
+    """x fp32 as two bf16 numbers, high and low, beside each other: together they hold 16 bits of it."""
+    high = x.to(torch.bfloat16)
+    return torch.cat([high, (x - high.float()).to(torch.bfloat16)], dim)
+
+
+def _to_float(a: Tensor, b: Tensor) -> Tensor:
+    """Batched a @ b of bf16 matrices, summed and returned in fp32."""
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
+
+
+class SplitProduct(torch.autograd.Function):
+    """x @ w^T for x [N, R, K] bf16 and w [N, M, K] fp32, to fp32; the gradient of x is bf16, that of w fp32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        high, low = _to_float(x, _halves(w, 1).mT).chunk(2, -1)
+        return high + low
+
+    @staticmethod
+    def backward(ctx, slope: Tensor):
+        x, w = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.bmm(slope.to(torch.bfloat16), w.to(torch.bfloat16))
+        if ctx.needs_input_grad[1]:
+            high, low = _to_float(_halves(slope, 2).mT, x).chunk(2, 1)
+            dw = high + low
+        return dx, dw
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear in the weight's precision, which decides gates and write weights.
+
+    x: [..., K] in any format; weight: [M, K] fp32 or fp64; bias: [M]. Returns [..., M] in the weight's dtype, with an
+    error of 2^-16 of the summed magnitudes for bf16 x on a GPU, where fp32 products are slow, and rounded like any
+    product of this dtype elsewhere.
+    """
+    if not splits(x, weight):
+        return F.linear(x.to(weight.dtype), weight, bias)
+    out = SplitProduct.apply(x.reshape(1, -1, x.shape[-1]), weight[None])[0].view(*x.shape[:-1], -1)
+    return out if bias is None else out + bias
+
+
+def exact_by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Each head's rows times its own weights, as :func:`exact_linear`.
+
+    x: [B, T, N, K]; weight: [N, M, K]. Returns [B, T, N, M] in the weight's dtype.
+    """
+    if not splits(x, weight):
+        return torch.einsum("btnk,nmk->btnm", x.to(weight.dtype), weight)
+    batch, tokens = x.shape[:2]
+    out = SplitProduct.apply(x.flatten(0, 1).transpose(0, 1), weight)
+    return out.transpose(0, 1).unflatten(0, (batch, tokens))
+
+
+def splits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product of these two is made of bf16 products."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32
