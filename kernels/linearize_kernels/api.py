@@ -111,10 +111,12 @@ def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_fin
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     if tokens and uses_kernels(q):
         from .ops import delta_fwd
+        from .split import piece_length
 
         _check_kernel_dims(k.shape[-1])
+        length = piece_length(sequences, batch * tokens, heads)
         o, final, *_ = delta_fwd(
-            q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, output_final_state
+            q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, output_final_state, length
         )
     else:
         o, final = reference.chunk_gated_delta(q, k, v, log_decay, beta, gain, scale, initial_state, cu_seqlens, add_to)

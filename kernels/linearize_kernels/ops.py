@@ -1,8 +1,9 @@
 """The kernels as `torch.library` operators: shapes for tracing, gradients, in-place decode.
 
 Importing this module needs Triton; `api.py` does so when a GPU tensor arrives. Saved for the backward pass of the
-delta rule: the inputs, the per-chunk scalars, N and A; of the means: the inputs, the means at chunk borders, and the
-centred keys, which their consumer keeps anyway. A gradient of a gradient raises.
+delta rule: the inputs, the per-chunk scalars, N and A, and where sequences are cut into pieces what `split.py` found at
+their borders; of the means: the inputs, the means at chunk borders, and the centred keys, which their consumer keeps
+anyway. A gradient of a gradient raises.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import centring, decode, delta, gates, lognorm, ridge
+from . import centring, decode, delta, gates, lognorm, ridge, split
 from .common import CHUNK, ROWS, Chunks
 from .grads import sum_group
 from .selfcheck import mean_warps_for, mesa_warps_for, warps_for
@@ -20,24 +21,30 @@ from .selfcheck import mean_warps_for, mesa_warps_for, warps_for
 def delta_fwd(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, gain: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, add_to: Tensor | None, scale: float, final: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    warps = warps_for(k.shape[-1], v.shape[-1], q.dtype, beta is not None, q.device)
-    return delta.forward(q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, final, warps)
+    length: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    warps = warps_for(k.shape[-1], v.shape[-1], q.dtype, beta is not None, q.device, pieces=length > 0)
+    return delta.forward(q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, final, warps, length)
 
 
 @delta_fwd.register_fake
-def _(q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, final):
+def _(q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, final, length=0):
     batch, tokens, heads = gain.shape
     count = Chunks.bound(batch, tokens, cu_seqlens)
+    key_dim, value_dim = k.shape[-1], v.shape[-1]
+    pieces = split.piece_count(batch, tokens, cu_seqlens, length) if length else 0
+    erased = length and beta is not None
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     scalar_type = torch.float64 if q.dtype == torch.float64 else torch.float32
     square = (count, heads, CHUNK, CHUNK)
     return (
-        q.new_empty(batch, tokens, heads, v.shape[-1]),
-        q.new_empty((sequences, heads, k.shape[-1], v.shape[-1]) if final else 0, dtype=scalar_type),
+        q.new_empty(batch, tokens, heads, value_dim),
+        q.new_empty((sequences, heads, key_dim, value_dim) if final else 0, dtype=scalar_type),
         q.new_empty(count, heads, ROWS.value, CHUNK, dtype=scalar_type),
         q.new_empty(square if beta is not None else 0),
         q.new_empty(square),
+        q.new_empty((pieces, heads, key_dim, value_dim) if length else 0, dtype=scalar_type),
+        q.new_empty((pieces, heads, key_dim, key_dim) if erased else 0, dtype=scalar_type),
     )
 
 
@@ -45,15 +52,17 @@ def _(q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, 
 def delta_bwd(
     q: Tensor, k: Tensor, v: Tensor, scalars: Tensor, N: Tensor, A: Tensor, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, do: Tensor, d_final: Tensor | None, scale: float, d_initial: bool, erase: bool,
+    length: int, starts: Tensor, maps: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    warps = warps_for(k.shape[-1], v.shape[-1], q.dtype, erase, q.device)
+    warps = warps_for(k.shape[-1], v.shape[-1], q.dtype, erase, q.device, pieces=length > 0)
     return delta.backward(
-        q, k, v, scalars, N, A, initial_state, cu_seqlens, do, d_final, scale, d_initial, erase, warps
-    )
+        q, k, v, scalars, N, A, initial_state, cu_seqlens, do, d_final, scale, d_initial, erase, warps,
+        length, starts, maps,
+    )  # fmt: skip
 
 
 @delta_bwd.register_fake
-def _(q, k, v, scalars, N, A, initial_state, cu_seqlens, do, d_final, scale, d_initial, erase):
+def _(q, k, v, scalars, N, A, initial_state, cu_seqlens, do, d_final, scale, d_initial, erase, length, starts, maps):
     batch, tokens, heads = do.shape[:3]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (sequences, heads, k.shape[-1], v.shape[-1])
@@ -62,24 +71,24 @@ def _(q, k, v, scalars, N, A, initial_state, cu_seqlens, do, d_final, scale, d_i
 
 
 def _save(ctx, inputs, output):
-    q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, final = inputs
-    _, _, scalars, N, A = output
-    ctx.save_for_backward(q, k, v, scalars, N, A, initial_state, cu_seqlens)
+    q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, final, length = inputs
+    _, _, scalars, N, A, starts, maps = output
+    ctx.save_for_backward(q, k, v, scalars, N, A, initial_state, cu_seqlens, starts, maps)
     ctx.set_materialize_grads(False)
-    ctx.scale, ctx.final = scale, final
+    ctx.scale, ctx.final, ctx.length = scale, final, length
     ctx.types = [None if x is None else x.dtype for x in (log_decay, beta, gain, initial_state, add_to)]
     ctx.shape = q.shape[0], q.shape[1], gain.shape[2], v.shape[-1]
 
 
 def _differentiate(ctx, do, d_final, *_):
-    q, k, v, scalars, N, A, initial_state, cu_seqlens = ctx.saved_tensors
+    q, k, v, scalars, N, A, initial_state, cu_seqlens, starts, maps = ctx.saved_tensors
     decay_type, beta_type, gain_type, initial_type, add_type = ctx.types
     if do is None:
         do = q.new_zeros(ctx.shape)
     d_initial = initial_state is not None and ctx.needs_input_grad[6]
     dq, dk, dv, (d_decay, d_beta, d_gain), first = delta_bwd(
         q, k, v, scalars, N, A, initial_state, cu_seqlens, do.to(q.dtype),
-        d_final if ctx.final else None, ctx.scale, d_initial, beta_type is not None,
+        d_final if ctx.final else None, ctx.scale, d_initial, beta_type is not None, ctx.length, starts, maps,
     )  # fmt: skip
     return (
         dq,
@@ -91,6 +100,7 @@ def _differentiate(ctx, do, d_final, *_):
         first.to(initial_type) if d_initial else None,
         None,
         None if add_type is None else do.to(add_type),
+        None,
         None,
         None,
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import centring, delta, grads, reference, ridge
+from .common import CHUNK
 from .conjugate import recurrent_mesa
 
 SAFE_WARPS = 2
@@ -75,9 +76,12 @@ def problem(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, devic
 
 
 def measure(
-    key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device, warps: int | None
+    key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device, warps: int | None, length: int = 0
 ) -> dict[str, float]:
-    """RMS-relative error of every output and gradient; inf where two runs differ or anything is not finite."""
+    """RMS-relative error of every output and gradient; inf where two runs differ or anything is not finite.
+
+    length: tokens of the pieces into which the sequence is cut; 0 for none.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     inputs = problem(key_dim, value_dim, dtype, erase, device)
@@ -94,9 +98,11 @@ def measure(
     runs = []
     for _ in range(2):
         q, k, v, log_decay, beta, gain, state = inputs
-        o, final, scalars, N, A = delta.forward(q, k, v, log_decay, beta, gain, state, None, None, 0.5, True, warps)
+        o, final, scalars, N, A, *borders = delta.forward(
+            q, k, v, log_decay, beta, gain, state, None, None, 0.5, True, warps, length
+        )
         dq, dk, dv, gates, d_state = delta.backward(
-            q, k, v, scalars, N, A, state, None, do, d_final, 0.5, True, erase, warps
+            q, k, v, scalars, N, A, state, None, do, d_final, 0.5, True, erase, warps, length, *borders
         )
         runs.append([o, final, dq, dk, dv, gates[0], gates[1] if erase else None, gates[2], d_state])
     names = "o", "final", "dq", "dk", "dv", "dlog_decay", "dbeta", "dgain", "dstate"
@@ -249,14 +255,19 @@ def _checked(case: tuple, dtype: torch.dtype, device: torch.device, run) -> int 
     return chosen
 
 
-def warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device: torch.device) -> int | None:
+def warps_for(
+    key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device: torch.device, pieces: bool = False
+) -> int | None:
     """None when the launch tables of the delta rule may be used as they are, 2 when only the safe launches are right.
+
+    pieces: of sequences that are cut, whose launches are others.
 
     Raises:
         RuntimeError: both are wrong on this machine.
     """
-    case = key_dim, value_dim, dtype, erase
-    return _checked(case, dtype, device, lambda warps: measure(*case, device, warps))
+    case, length = (key_dim, value_dim, dtype, erase), CHUNK * pieces
+    place = (*case, "pieces") if pieces else case
+    return _checked(place, dtype, device, lambda warps: measure(*case, device, warps, length))
 
 
 def mean_warps_for(dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
