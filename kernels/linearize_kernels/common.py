@@ -76,6 +76,38 @@ def locate_sequence(sequence, offsets, cu_seqlens, T, NT, C: tl.constexpr, VARLE
     return batch, start, end, chunk
 
 
+@triton.jit(do_not_specialize=["S", "count"])
+def number_kernel(cu_seqlens, offsets, table, S, count, C: tl.constexpr, BLOCK: tl.constexpr):
+    """The tables of `Chunks`: a program for each sequence."""
+    sequence = tl.program_id(0)
+    step = tl.arange(0, BLOCK)
+    before = 0
+    total = 0
+    for other0 in range(0, S, BLOCK):
+        other = other0 + step
+        length = tl.load(cu_seqlens + other + 1, mask=other < S, other=0)
+        length -= tl.load(cu_seqlens + other, mask=other < S, other=0)
+        chunks = (length.to(tl.int32) + C - 1) // C
+        total += tl.sum(chunks, axis=0)
+        before += tl.sum(tl.where(other < sequence, chunks, 0), axis=0)
+    start = tl.load(cu_seqlens + sequence).to(tl.int32)
+    end = tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    tl.store(offsets + 4 * sequence, 0)
+    tl.store(offsets + 4 * sequence + 1, start)
+    tl.store(offsets + 4 * sequence + 2, end)
+    tl.store(offsets + 4 * sequence + 3, before)
+    for chunk0 in range(0, (end - start + C - 1) // C, BLOCK):
+        chunk = chunk0 + step
+        mine = start + chunk * C < end
+        tl.store(table + 2 * (before + chunk), sequence, mask=mine)
+        tl.store(table + 2 * (before + chunk) + 1, start + chunk * C, mask=mine)
+    if sequence == S - 1:
+        for chunk0 in range(total, count, BLOCK):
+            chunk = chunk0 + step
+            tl.store(table + 2 * chunk, -1, mask=chunk < count)
+            tl.store(table + 2 * chunk + 1, 0, mask=chunk < count)
+
+
 class Chunks:
     """Chunk numbering of one call: rows of the batch, or packed sequences, one after the other.
 
@@ -87,24 +119,17 @@ class Chunks:
     def __init__(self, batch: int, tokens: int, cu_seqlens: Tensor | None):
         self.tokens, self.packed = tokens, cu_seqlens is not None
         self.per_row = -(-tokens // CHUNK)
+        self.count = self.bound(batch, tokens, cu_seqlens)
         if cu_seqlens is None:
-            self.sequences, self.count = batch, batch * self.per_row
-            self.cu_seqlens = self.table = self.offsets = None
+            self.sequences, self.cu_seqlens, self.table, self.offsets = batch, None, None, None
             return
-        self.cu_seqlens = cu_seqlens
+        self.cu_seqlens = cu_seqlens = cu_seqlens.contiguous()
         self.sequences = cu_seqlens.numel() - 1
-        self.count = tokens // CHUNK + self.sequences
-        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        ends = ((lengths + CHUNK - 1) // CHUNK).cumsum(0)
-        begin = ends - (lengths + CHUNK - 1) // CHUNK
-        columns = torch.zeros_like(begin), cu_seqlens[:-1], cu_seqlens[1:], begin
-        self.offsets = torch.stack(columns, 1).to(torch.int32)
-        index = torch.arange(self.count, device=cu_seqlens.device)
-        sequence = torch.searchsorted(ends, index, right=True)
-        used = sequence < self.sequences
-        sequence = sequence.clamp(max=self.sequences - 1)
-        first = cu_seqlens[sequence] + (index - begin[sequence]) * CHUNK
-        self.table = torch.stack([torch.where(used, sequence, -1), first], 1).to(torch.int32).contiguous()
+        table = torch.empty(2 * self.count + 4 * self.sequences, dtype=torch.int32, device=cu_seqlens.device)
+        self.offsets, self.table = table[: 4 * self.sequences].view(-1, 4), table[4 * self.sequences :].view(-1, 2)
+        number_kernel[(self.sequences,)](
+            cu_seqlens, self.offsets, self.table, self.sequences, self.count, C=CHUNK, BLOCK=256, num_warps=4
+        )
 
     @staticmethod
     def bound(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
