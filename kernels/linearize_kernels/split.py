@@ -156,7 +156,9 @@ def borders_kernel(
 BORDERS = {32: (32, 16, 4, 1), 64: (32, 16, 4, 2), 128: (32, 16, 8, 2), 256: (32, 16, 8, 2)}
 
 
-def _fill(borders: Tensor, local: Tensor, maps: Tensor, scalars: Tensor, pieces: Pieces, *, reverse: bool) -> None:
+def fill_borders(
+    borders: Tensor, local: Tensor, maps: Tensor, scalars: Tensor, pieces: Pieces, *, reverse: bool
+) -> None:
     """Write the states that enter all pieces but each first one; with `reverse` the cotangents that leave, but last."""
     heads, key_dim, value_dim = borders.shape[1:]
     padded = max(32, triton.next_power_of_2(key_dim))
@@ -186,7 +188,7 @@ def entering_states(
         identity = torch.eye(key_dim, dtype=scalars.dtype, device=v.device).expand(pieces.count, heads, -1, -1)
         chunks = pieces.chunked(first=False, last=False)
         _, maps = scan.scan(q, k, nothing, scalars, N, A, chunks, scale, identity, **alone)
-    _fill(borders, local, maps, scalars, pieces, reverse=False)
+    fill_borders(borders, local, maps, scalars, pieces, reverse=False)
     return borders, maps
 
 
@@ -202,5 +204,5 @@ def leaving_cotangents(
     *_, local = scan.reverse_scan(
         q, k, do, scalars, N, A, chunks, scale, borders, d_initial=True, store=False, warps=warps
     )
-    _fill(borders, local, maps, scalars, pieces, reverse=True)
+    fill_borders(borders, local, maps, scalars, pieces, reverse=True)
     return borders
