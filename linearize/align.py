@@ -11,6 +11,7 @@ from linearize.errors import UserError
 from linearize.mixers import MixedAttention
 from linearize.processes import half_precision
 from linearize.recipe import Align
+from linearize.replay import Replay
 
 BETAS = (0.9, 0.95)
 CLIP = 1.0  # of the gradient's norm
@@ -60,24 +61,31 @@ def align_layer(
     fused = next(mixed.parameters()).device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters.values(), lr=options.lr, betas=BETAS, weight_decay=0.0, fused=fused)
     losses = []
+
+    def descend(x: Tensor, target: Tensor, kwargs: dict) -> Tensor:
+        with half_precision(x.device):
+            output, _ = mixed(x, **kwargs)
+        loss = relative_error(output, target)
+        loss.backward()
+        return loss.detach()
+
+    descend = Replay(descend)
     for step in range(count):
         batch = next(steps)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, count, options)
-        with half_precision(batch.x.device):
-            output, _ = mixed(batch.x, **batch.kwargs)
-        loss = relative_error(output, batch.target)
-        loss.backward()
+        loss = descend(batch.x, batch.target, batch.kwargs)
         norm = nn.utils.clip_grad_norm_(parameters.values(), CLIP)
-        losses.append(float(loss.detach()))
+        losses.append(float(loss))
         if not (math.isfinite(losses[-1]) and torch.isfinite(norm)):
             fix = "lower align.lr" if step else "the calibrated start is not usable: raise calibrate.tokens"
             raise UserError(f"alignment of {name} diverged at step {step + 1}", value=f"loss {losses[-1]:g}", fix=fix)
         if step == 0:
             _check_gradients(parameters, name)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=False)
         progress(batch.x.shape[0] * batch.x.shape[1], losses[-1])
+    optimizer.zero_grad(set_to_none=True)
     mixed.eval().requires_grad_(False)
     return losses
 

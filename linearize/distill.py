@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from linearize.checkpoint import PARTIAL, RunState, format_bytes, write_safetensors, writing
 from linearize.data import Rows, followed
@@ -34,6 +35,8 @@ from linearize.metrics import Metrics
 from linearize.mixers import MixedAttention
 from linearize.processes import Processes, half_precision, shard, sharded_by_launcher
 from linearize.recipe import Distill
+from linearize.replay import Replay
+from linearize.student import packed_documents
 
 BETAS = (0.9, 0.95)
 CLIP = 1.0  # of the gradient's norm
@@ -116,6 +119,12 @@ def parameter_groups(student: nn.Module) -> dict[str, list[nn.Parameter]]:
     return {name: parameters for name, parameters in groups.items() if parameters}
 
 
+def drops(model: nn.Module) -> bool:
+    """Whether the model draws random numbers while it trains."""
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return modules or getattr(model.config, "attention_dropout", 0.0) > 0
+
+
 class Comparison(nn.Module):
     """The student with its loss: what is split over processes, so that all weights are used inside its forward."""
 
@@ -126,10 +135,21 @@ class Comparison(nn.Module):
         self.__dict__["head"] = Head(student)  # not a submodule: its weights are the student's
 
     def forward(
-        self, ids: Tensor, positions: Tensor, target: Target, weight: float, measure: bool = False
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        target: Target,
+        weight: float,
+        measure: bool = False,
+        packed: dict | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """ids, positions [B, T] -> weight * sum of the tokens' KL; with `measure` the sums that `measure` reports."""
-        hidden = self.student.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        """ids, positions [B, T] -> weight * sum of the tokens' KL; with `measure` the sums that `measure` reports.
+
+        packed: what :func:`linearize.student.packed_documents` says of the positions, which are then None if no row is
+        packed.
+        """
+        given = packed or {}
+        hidden = self.student.model(input_ids=ids, position_ids=positions, use_cache=False, **given).last_hidden_state
         hidden = hidden.flatten(0, 1)
         if measure:
             return _sums(self.head, hidden, target, ids, positions)
@@ -167,7 +187,7 @@ class Targets:
                 self.folder.mkdir(parents=True, exist_ok=True)
 
     @torch.no_grad()
-    def full(self, ids: Tensor, positions: Tensor, temperature: float) -> FullTarget:
+    def full(self, ids: Tensor, positions: Tensor | None, temperature: float) -> FullTarget:
         hidden = self.teacher.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         return FullTarget(hidden.flatten(0, 1), self.head, temperature)
 
@@ -242,7 +262,8 @@ class Trainer:
         choose_trained(student, options.train)
         student.train()
         if options.checkpointing:
-            student.activation_checkpointing_enable({"use_reentrant": False})
+            # The state of a generator cannot be read while a graph is captured, and only dropout would need it.
+            student.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": drops(student)})
         teacher.eval().requires_grad_(False)
         self.student = student
         module = Comparison(student, options.temperature)
@@ -268,6 +289,9 @@ class Trainer:
             weight_decay=0.0,
             fused=here.device.type == "cuda",
         )
+        # Weights that are split over processes, or targets that come from a disk, need the processor in between.
+        self.replays = here.device.type == "cuda" and here.world == 1 and not (options.top_k and options.cache)
+        self.descend = Replay(self._descend, enabled=self.replays)
         self.ema = {n: p.detach().clone() for n, p in self.weights.items()} if options.ema else None
         self.progress = Progress()
 
@@ -286,18 +310,30 @@ class Trainer:
         micro = max(1, self.options.micro_tokens // ids.shape[1])
         parts = list(zip(ids.split(micro), positions.split(micro), strict=True))
         total = torch.zeros((), dtype=torch.float64, device=self.here.device)
+        # Gradients are averaged over the processes; the loss is a mean over the tokens of all of them.
+        weight = self.here.world / tokens
         for number, (some_ids, some_positions) in enumerate(parts, 1):
-            some_ids, some_positions = some_ids.to(self.here.device), some_positions.to(self.here.device)
             last = number == len(parts)
             held = isinstance(self.module, DistributedDataParallel) and not last
             with self.module.no_sync() if held else nullcontext():
-                target = self.targets(some_ids, some_positions)
-                with half_precision(self.here.device):
-                    # Gradients are averaged over the processes; the loss is a mean over the tokens of all of them.
-                    loss = self.module(some_ids, some_positions, target, self.here.world / tokens)
-                loss.backward()
-            total += loss.detach()
+                packed = None
+                if self.replays:
+                    reset, documents = packed_documents(some_positions, len(some_ids))
+                    packed = {"mixer_reset": reset, "mixer_documents": documents}
+                    some_positions = None if reset is None else some_positions
+                total += self.descend(*tree_map(self._here, (some_ids, some_positions, weight, packed)))
         return float(total) / self.here.world
+
+    def _here(self, x):
+        return x.to(self.here.device) if isinstance(x, Tensor) else x
+
+    def _descend(self, ids: Tensor, positions: Tensor | None, weight: float, packed: dict | None = None) -> Tensor:
+        """Add the gradients of these rows; returns their loss."""
+        target = self.targets(ids, positions)
+        with half_precision(self.here.device):
+            loss = self.module(ids, positions, target, weight, packed=packed)
+        loss.backward()
+        return loss.detach()
 
     def clip(self) -> float:
         norm = nn.utils.clip_grad_norm_(self.weights.values(), CLIP)
@@ -361,7 +397,7 @@ class Trainer:
                 loss, asked, due = self.here.sum(mine, asked, float(minutes_due and self.here.first))
                 spike = progress.good >= SETTLED and loss > SPIKE * progress.mean
                 if not (math.isfinite(loss) and math.isfinite(norm)) or spike:
-                    self.optimizer.zero_grad(set_to_none=True)
+                    self.optimizer.zero_grad(set_to_none=False)
                     progress.skipped += 1
                     streak += 1
                     say(f"step {progress.step + 1}: loss {loss:.4g}, gradient {norm:.4g}: this batch is skipped")
@@ -374,7 +410,7 @@ class Trainer:
                     continue
                 streak = 0
                 lr = self.update(at)
-                self.optimizer.zero_grad(set_to_none=True)
+                self.optimizer.zero_grad(set_to_none=False)
                 progress.step += 1
                 progress.mean = SMOOTHING * progress.mean + (1 - SMOOTHING) * loss if progress.good else loss
                 progress.good += 1
@@ -456,7 +492,7 @@ class Trainer:
         if kept is None:
             return False
         folder, info = kept
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=False)
         tensors = self._tensors()
         try:
             with _checkpointing():
@@ -496,6 +532,7 @@ class Trainer:
             self.gradients(ids, positions, ids.numel())
             self.optimizer.zero_grad(set_to_none=True)
             seconds = time.monotonic() - began
+        self.descend.forget()
         self.targets.folder = folder
         [seconds] = self.here.sum(seconds)
         share = at.rows / self.here.world / rows

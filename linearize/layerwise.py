@@ -30,7 +30,8 @@ from linearize.mixers import HeadShape, MixedAttention, Sample, Segments, build_
 from linearize.observe import observe
 from linearize.processes import Processes, half_precision
 from linearize.recipe import Align, Recipe
-from linearize.student import packed_starts
+from linearize.replay import Replay
+from linearize.student import packed_documents
 from linearize.teacher import Teacher
 
 BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # tokens of calibration text that go through a layer at once
@@ -250,11 +251,12 @@ class Layerwise:
         for start in range(0, len(stream.rows), rows):
             yield slice(start, start + rows)
 
-    def _kwargs(self, i: int, hidden: Tensor, positions: Tensor) -> tuple[dict, Tensor | None]:
-        """What the base model would hand layer i for these packed rows, and the document starts for a mixer."""
-        reset = packed_starts(positions, len(hidden))
+    def _kwargs(self, i: int, hidden: Tensor, positions: Tensor) -> tuple[dict, dict]:
+        """What the base model would hand layer i for these packed rows, and what a mixer needs beside it."""
+        reset, documents = packed_documents(positions, len(hidden))
         kwargs = self.runner.layer_kwargs(i, hidden, positions if reset is not None else None)
-        return kwargs, None if reset is None else reset.to(hidden.device)
+        reset = None if reset is None else reset.to(hidden.device)
+        return kwargs, {"mixer_reset": reset, "mixer_documents": documents}
 
     def _samples(self, i: int, layer: nn.Module, stream: Stream, batch: int) -> list[Sample]:
         if len(stream.rows) < 2:
@@ -266,25 +268,33 @@ class Layerwise:
         samples = []
         for part in self._batches(stream, min(batch, stream.rows.tokens // 2)):
             hidden = stream.teacher[part]
-            kwargs, reset = self._kwargs(i, hidden, stream.rows.positions[part])
+            kwargs, packed = self._kwargs(i, hidden, stream.rows.positions[part])
             _, theirs = observe(layer, hidden, kwargs, attention_only=True)
             _, own = observe(layer, stream.student[part], kwargs, attention_only=True)
-            samples.append(Sample(own.x, own.q, own.k, own.v, theirs.heads, theirs.output, Segments(reset=reset)))
+            segments = Segments(reset=packed["mixer_reset"], documents=packed["mixer_documents"])
+            samples.append(Sample(own.x, own.q, own.k, own.v, theirs.heads, theirs.output, segments))
         return samples
 
     def _steps(self, i: int, layer: nn.Module, stream: Stream, rows: int) -> Iterator[Step]:
         """Endless batches of ``rows`` rows; every pass over the text has an order of its own, by seed and layer."""
         generator = torch.Generator().manual_seed(self.recipe.run.seed * 100_003 + i)
         order = torch.empty(0, dtype=torch.long)
+
+        def look(hidden: Tensor, kwargs: dict) -> tuple[Tensor, Tensor]:
+            with half_precision(self.here.device):
+                _, seen = observe(layer, hidden, kwargs, attention_only=True)
+            return seen.x, seen.output
+
+        look = Replay(look)
         while True:
             while len(order) < rows:
                 order = torch.cat([order, torch.randperm(len(stream.rows), generator=generator)])
             pick, order = order[:rows], order[rows:]
             hidden = stream.teacher[pick]
-            kwargs, reset = self._kwargs(i, hidden, stream.rows.positions[pick])
-            with half_precision(self.here.device):
-                _, seen = observe(layer, hidden, kwargs, attention_only=True)
-            yield Step(seen.x, seen.output, {**kwargs, "mixer_reset": reset})
+            kwargs, packed = self._kwargs(i, hidden, stream.rows.positions[pick])
+            x, target = look(hidden, kwargs)
+            kwargs.pop("attention_mask", None)
+            yield Step(x, target, kwargs | packed)
 
     @torch.no_grad()
     def _advance(self, i: int, layer: nn.Module, mixed: MixedAttention | None, stream: Stream | None) -> None:
@@ -294,13 +304,13 @@ class Layerwise:
         softmax = layer.self_attn
         for part in self._batches(stream, self.batch):
             hidden = stream.teacher[part]
-            kwargs, reset = self._kwargs(i, hidden, stream.rows.positions[part])
+            kwargs, packed = self._kwargs(i, hidden, stream.rows.positions[part])
             # Text that is only trained on has no student behind it; what is measured or fitted stays in fp32.
             with half_precision(self.here.device) if stream.student is None else nullcontext():
                 stream.teacher[part] = layer(hidden, **kwargs)
             if stream.student is not None:
                 if mixed is not None:
-                    layer.self_attn, kwargs = mixed, {**kwargs, "mixer_reset": reset}
+                    layer.self_attn, kwargs = mixed, kwargs | packed
                 stream.student[part] = layer(stream.student[part], **kwargs)
                 layer.self_attn = softmax
 

@@ -141,6 +141,15 @@ def packed_starts(positions: Tensor, batch: int) -> Tensor | None:
     return torch.cat([first, breaks], dim=1).expand(batch, -1)
 
 
+def packed_documents(positions: Tensor, batch: int) -> tuple[Tensor | None, int]:
+    """``mixer_reset`` and ``mixer_documents`` of rows with these positions [B or 1, T] on the CPU.
+
+    The number is a power of two that is not below that of the documents, so that few numbers occur.
+    """
+    starts = packed_starts(positions, batch)
+    return starts, batch if starts is None else 1 << (int(starts.sum()) - 1).bit_length()
+
+
 def padded_positions(real: Tensor, length: int) -> Tensor:
     """Positions of the last `length` tokens, counted over real tokens; padding before the first gets 0.
 
@@ -188,6 +197,8 @@ def prepare_inputs(module: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[
 
     Makes or adapts the cache, and adds ``mixer_mask`` and ``mixer_reset`` (:class:`linearize.mixers.Segments`), which
     the base model hands on to every layer; softmax layers ignore them. Derives ``position_ids`` from a padding mask.
+    A caller who knows the packed documents gives ``mixer_reset`` and ``mixer_documents`` (:func:`packed_documents`):
+    nothing then waits for the GPU.
     """
     kwargs = by_name(module, args, kwargs)
     tokens = kwargs.get("input_ids")
@@ -203,7 +214,10 @@ def prepare_inputs(module: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[
         raise ValueError("packed documents need position_ids that restart at every document, not only cu_seq_lens_q")
 
     wanted = caches(module, kwargs.get("use_cache"))
-    starts = packed_starts(positions, batch) if positions is not None and length > 1 else None
+    if (documents := kwargs.get("mixer_documents")) is not None:
+        starts = kwargs.get("mixer_reset")  # the caller has looked
+    else:
+        starts = packed_starts(positions, batch) if positions is not None and length > 1 else None
     if mask is None and starts is not None:
         if cache is not None or (wanted and kwargs.get("use_cache")):
             raise ValueError("packed documents (position_ids that restart) need use_cache=False and no cache")
@@ -220,6 +234,7 @@ def prepare_inputs(module: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[
 
     kwargs["mixer_mask"] = None
     kwargs["mixer_reset"] = starts if mask is None else None
+    kwargs["mixer_documents"] = documents if mask is None else None
     if mask is not None:
         if mask.shape[1] != past + length:
             raise ValueError(

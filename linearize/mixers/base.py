@@ -51,10 +51,13 @@ class Segments:
 
     mask: [B, T] bool, False on padding, or None when nothing is padded.
     reset: [B, T] bool, True on the first token of every packed document, or None when each row is one document.
+    documents: a number that the documents of all rows do not exceed, if the caller knows one; without it the GPU has to
+    be asked for their number.
     """
 
     mask: Tensor | None = None
     reset: Tensor | None = None
+    documents: int | None = None
 
 
 @dataclass
@@ -194,12 +197,13 @@ class MixedAttention(nn.Module):
         position_ids: Tensor | None = None,
         mixer_mask: Tensor | None = None,
         mixer_reset: Tensor | None = None,
+        mixer_documents: int | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
         """Same contract as a transformers attention module; returns (output [B, T, hidden], None).
 
-        mixer_mask, mixer_reset: [B, T] bool or None, see :class:`Segments`. The layer's own 4-D attention mask is
-        not used: a recurrence is causal by construction.
+        mixer_mask, mixer_reset: [B, T] bool or None, and mixer_documents: see :class:`Segments`. The layer's own 4-D
+        attention mask is not used: a recurrence is causal by construction.
         """
         layer = None if cache is None else cache.layers[self.layer_idx]
         new_state = None
@@ -219,7 +223,7 @@ class MixedAttention(nn.Module):
                     k,
                     v,
                     scale,
-                    segments=Segments(mixer_mask, mixer_reset),
+                    segments=Segments(mixer_mask, mixer_reset, mixer_documents),
                     state=None if layer is None else layer.states(),
                     output_state=layer is not None,
                 )

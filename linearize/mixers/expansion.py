@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from linearize.mixers.base import HeadShape, Segments
+from linearize.mixers.products import exact_by_head
 
 
 def tilt(k: Tensor, reference: Tensor, scale: float) -> Tensor:
@@ -24,7 +25,7 @@ def tilt(k: Tensor, reference: Tensor, scale: float) -> Tensor:
     heads, dim = reference.shape
     kv_heads = k.shape[2]
     grouped = reference.view(kv_heads, heads // kv_heads, dim)
-    return scale * torch.einsum("btnk,ngk->btng", k.to(reference.dtype), grouped).flatten(2)
+    return scale * exact_by_head(k, grouped).flatten(2)
 
 
 def forget_logit(decay: float) -> float:
@@ -59,11 +60,17 @@ class Layout:
             raise ValueError("packed documents cannot be combined with a cache: call with use_cache=False")
         first = segments.reset.clone()
         first[:, 0] = True
-        starts = first.flatten().nonzero().flatten()
-        total = torch.tensor([batch * length], device=x.device)
-        index = torch.arange(batch * length, device=x.device)
-        start = torch.where(first.flatten(), index, 0).cummax(0).values
-        return cls(batch, length, torch.cat([starts, total]), start[None])
+        first, total = first.flatten(), batch * length
+        index = torch.arange(total, device=x.device)
+        start = torch.where(first, index, 0).cummax(0).values
+        count = segments.documents
+        if count is None:
+            count = int(first.sum())
+        # Tokens inside a document all write the text's end to the last place; documents that do not exist are empty.
+        place = torch.where(first, first.cumsum(0) - 1, count)
+        bounds = torch.full((count + 1,), total, device=x.device)
+        bounds.scatter_(0, place, torch.where(first, index, total))
+        return cls(batch, length, bounds, start[None])
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> what the kernels take."""
@@ -225,6 +232,21 @@ class Readout(nn.Module):
         counter = 8  # `seen` is an int64
         return 4 * (shape.q_heads * time_scales * (value + 1) + shape.kv_heads * value * taps) + counter
 
+    def local(self, v: Tensor, layout: Layout, mask: Tensor | None, old: dict) -> tuple[Tensor, dict[str, Tensor]]:
+        """The part of :meth:`forward` that needs no mean: taps and sink [B, T, H, V]; and tail, sink and seen."""
+        taps, tail = local_taps(v, self.taps, layout, mask, old.get("tail"))
+        sink, first = first_value(v, layout, mask, old.get("sink"), old.get("seen"))
+        base = mix_heads(sink, self.sink)
+        for j, tap in enumerate(taps):
+            base = base + mix_heads(tap, self.taps[j])
+        seen = v.new_full((len(v),), v.shape[1], dtype=torch.long) if mask is None else mask.long().sum(1)
+        return base, {"tail": tail, "sink": first, "seen": seen + old["seen"] if old else seen}
+
+    def slow_weights(self, k: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log write weight and log forgetting of the extra means, [B, T, H M], from k [B, T, Hk, K]."""
+        write = tilt(k, self.scale_reference.flatten(0, 1), scale)
+        return mask_write(write, forgetting(self.scale_forget).flatten().expand_as(write), mask)
+
     def forward(
         self, mean: Tensor, k: Tensor, v: Tensor, scale: float, layout: Layout, mask: Tensor | None, old: dict
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -234,17 +256,10 @@ class Readout(nn.Module):
         mixer has them, not packed. old: a state with what an earlier call returned in it, or {}. Returns the readout
         [B, T, H, V] in the parameters' dtype, and its part of the state: tail, sink, seen, scale_mean, scale_log_z.
         """
-        taps, tail = local_taps(v, self.taps, layout, mask, old.get("tail"))
-        sink, first = first_value(v, layout, mask, old.get("sink"), old.get("seen"))
-        base = self.mean[:, None] * mean.to(self.mean.dtype) + mix_heads(sink, self.sink)
-        for j, tap in enumerate(taps):
-            base = base + mix_heads(tap, self.taps[j])
-        seen = v.new_full((len(v),), v.shape[1], dtype=torch.long) if mask is None else mask.long().sum(1)
-        new = {"tail": tail, "sink": first, "seen": seen + old["seen"] if old else seen}
+        base, new = self.local(v, layout, mask, old)
+        base = self.mean[:, None] * mean.to(self.mean.dtype) + base
         if self.scales.shape[1]:
-            write = tilt(k, self.scale_reference.flatten(0, 1), scale)
-            write, forget = mask_write(write, forgetting(self.scale_forget).flatten().expand_as(write), mask)
-            write, forget = layout.pack(write), layout.pack(forget)
+            write, forget = map(layout.pack, self.slow_weights(k, scale, mask))
             log_z = log_norm(write, forget, initial_log_z=old.get("scale_log_z"), cu_seqlens=layout.cu_seqlens)
             extra, last = running_mean(
                 layout.pack(v),
