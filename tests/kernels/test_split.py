@@ -108,8 +108,10 @@ else:
             scalar = name in ("log_decay", "beta", "gain")
             assert_close(f"gradient of {name}", got_slopes[name], slope, limits[2 if scalar else 1])
 
-    @pytest.mark.parametrize("linear", [False, True])
-    @pytest.mark.parametrize("tokens,piece", [(64, 64), (65, 64), (193, 128), (200, 64)])
+    @pytest.mark.parametrize(
+        "tokens,piece,linear",
+        [(64, 64, False), (65, 64, False), (65, 64, True), (193, 128, False), (200, 64, False), (200, 64, True)],
+    )
     def test_lengths(tokens, piece, linear, length):
         check(inputs(tokens, (32, 32), torch.float32, heads=1), length, piece, TOLERANCE["float32"], linear)
 
@@ -121,9 +123,9 @@ else:
     @pytest.mark.parametrize("linear", [False, True])
     def test_packed_sequences(linear, length):
         """A sequence of one token, an empty one, one shorter than a piece and one of three pieces."""
-        cu = torch.tensor([0, 1, 1, 81, 350], dtype=torch.int32)
-        x = inputs(350, (16, 16), torch.float64, heads=1, sequences=4)
-        check(x, length, 128, TOLERANCE["float64"], linear, cu)
+        cu = torch.tensor([0, 1, 1, 41, 220], dtype=torch.int32)
+        x = inputs(220, (16, 16), torch.float64, heads=1, sequences=4)
+        check(x, length, 64, TOLERANCE["float64"], linear, cu)
 
     def test_without_optional_arguments(length):
         x = inputs(200, (16, 16), torch.float64, heads=1)
@@ -131,10 +133,9 @@ else:
             del x[name]
         check(x, length, 64, TOLERANCE["float64"], final=False)
 
-    @pytest.mark.parametrize("linear", [False, True])
-    @pytest.mark.parametrize("decay", [0.0, 20.0])
+    @pytest.mark.parametrize("decay,linear", [(0.0, False), (20.0, False), (20.0, True)])
     def test_gates(decay, linear, length):
-        x = inputs(200, (32, 32), torch.float32, heads=1, decay=decay)
+        x = inputs(150, (32, 32), torch.float32, heads=1, decay=decay)
         check(x, length, 64, TOLERANCE["float32"], linear)
 
     def test_correlated_keys_erased_twice_over_lose_nothing_by_the_split(length):
@@ -150,7 +151,7 @@ else:
             for name in want:
                 assert_close(name, got[name], want[name], 1.5 * error(plain[name], want[name]))
 
-    @pytest.mark.parametrize("dims", [(100, 48), (128, 16), (256, 16)])
+    @pytest.mark.parametrize("dims", [(100, 48), (256, 16)])
     def test_head_dims(dims, length):
         check(inputs(140, dims, torch.float64, heads=1), length, 64, TOLERANCE["float64"])
 
