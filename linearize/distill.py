@@ -265,6 +265,9 @@ class Trainer:
             # The state of a generator cannot be read while a graph is captured, and only dropout would need it.
             student.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": drops(student)})
         teacher.eval().requires_grad_(False)
+        if options.compile:
+            for layer in (*student.model.layers, *teacher.model.layers):
+                layer.compile(dynamic=False)
         self.student = student
         module = Comparison(student, options.temperature)
         full = splits_weights(options, here)
