@@ -17,15 +17,27 @@ SCRATCH: tl.constexpr = tl.constexpr(2560)
 
 
 @triton.jit
+def split_dot(a, b, ACC: tl.constexpr):
+    """a @ b for float32 tiles as three tf32 products, without the guards against infinities that tl.dot adds."""
+    if ACC == tl.float32:
+        # To the nearest number of 11 bits, by its pattern; what is left over has 12 bits, of which 11 count.
+        high_a = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        high_b = ((b.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        c = tl.dot(a - high_a, high_b, input_precision="tf32", out_dtype=ACC)
+        c = tl.dot(high_a, b - high_b, c, input_precision="tf32", out_dtype=ACC)
+        return tl.dot(high_a, high_b, c, input_precision="tf32", out_dtype=ACC)
+    else:
+        return tl.dot(a, b, out_dtype=ACC)
+
+
+@triton.jit
 def store_inverse(L, scratch, N, ACC: tl.constexpr):
     """Write N = (I + L)^-1 - I for a strictly lower L [64,64]: four 16x16 substitutions in step, then two merges.
 
-    `scratch` points to `SCRATCH` numbers of this program's own: four diagonal blocks (of L, later of the inverse,
-    transposed), the two 16x16 blocks left of the odd ones (likewise) and L's lower left quarter. Blocks change shape
-    through it, at the price of a barrier, and each step of the substitution reads its row there and stays in a warp.
+    `scratch` points to `SCRATCH` numbers of this program's own: four diagonal blocks (of L, later of the inverse), the
+    two 16x16 blocks left of the odd ones and L's lower left quarter. Blocks change shape through it, at the price of a
+    barrier. Plain tf32 would lose three digits in the merges, and doubling series diverge for correlated keys.
     """
-    # Plain tf32 loses three digits here, and doubling series diverge for correlated keys.
-    SPLIT: tl.constexpr = "tf32x3"
     index = tl.arange(0, 64)
     r = index[:, None]
     c = index[None, :]
@@ -34,46 +46,56 @@ def store_inverse(L, scratch, N, ACC: tl.constexpr):
     tl.store(scratch + 1024 + (r // 32) * 256 + inside, L, mask=(r // 16 == c // 16 + 1) & (r // 16 % 2 == 1))
     tl.store(scratch + 1536 + (r - 32) * 32 + c, L, mask=(r >= 32) & (c < 32))
     tl.debug_barrier()
-    # X[block, column, row] is the inverse transposed, so that the sum over earlier rows runs along the last axis, which
-    # a thread holds four at a time; stored like that, so that no layout with the axis across warps is chosen.
-    row = tl.arange(0, 16)
-    block = tl.arange(0, 4)[:, None, None] * 256
-    X = tl.zeros([4, 16, 16], dtype=ACC)
+    # A thread owns one column of one block and keeps its rows: no sum crosses threads.
+    column = index % 16
+    block = scratch + (index // 16) * 256
+    rows = (tl.where(column == 0, 1.0, 0.0).to(ACC),)
     for i in tl.static_range(1, 16):
-        line = scratch + block + i * 16
-        along_rows = tl.load(line + row[None, None, :])
-        along_columns = tl.load(line + row[None, :, None])
-        solved = -(along_columns + tl.sum(X * along_rows, axis=2)[:, :, None])
-        X = tl.where(row[None, None, :] == i, solved, X)
+        total = tl.where(column == i, 1.0, 0.0).to(ACC)
+        for j in tl.static_range(0, i):
+            total -= tl.load(block + i * 16 + j) * rows[j]
+        rows = rows + (total,)
     pair = tl.arange(0, 2)[:, None, None]
-    square = row[None, :, None] * 16 + row[None, None, :]
+    half = tl.arange(0, 16)
+    square = half[None, :, None] * 16 + half[None, None, :]
     corner = tl.load(scratch + 1024 + pair * 256 + square)
     tl.debug_barrier()
-    X += tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
-    tl.store(scratch + block + row[None, :, None] * 16 + row[None, None, :], X)
+    for i in tl.static_range(0, 16):
+        tl.store(block + i * 16 + column, rows[i])
     tl.debug_barrier()
-    flipped = row[None, None, :] * 16 + row[None, :, None]
-    first = tl.load(scratch + pair * 512 + flipped)
-    second = tl.load(scratch + pair * 512 + 256 + flipped)
-    corner = -dot(dot(second, corner, SPLIT, ACC), first, SPLIT, ACC)
+    first = tl.load(scratch + pair * 512 + square)
+    second = tl.load(scratch + pair * 512 + 256 + square)
+    corner = -split_dot(split_dot(second, corner, ACC), first, ACC)
     tl.store(scratch + 1024 + pair * 256 + square, corner)
     tl.debug_barrier()
     half = tl.arange(0, 32)
     r = half[:, None]
     c = half[None, :]
-    at = tl.where(r // 16 == c // 16, (r // 16) * 256 + (c % 16) * 16 + r % 16, 1024 + (r % 16) * 16 + c % 16)
+    # Blocks on the diagonal lie 256 apart, and so do those left of the odd ones.
+    at = (r % 16) * 16 + c % 16 + tl.where(r // 16 == c // 16, (r // 16) * 256, 1024)
     step = tl.where(r // 16 == c // 16, 512, 256)
     keep = r // 16 >= c // 16
     first = tl.load(scratch + at, mask=keep, other=0.0)
     second = tl.load(scratch + at + step, mask=keep, other=0.0)
     corner = tl.load(scratch + 1536 + r * 32 + c)
-    corner = -dot(dot(second, corner, SPLIT, ACC), first, SPLIT, ACC)
+    corner = -split_dot(split_dot(second, corner, ACC), first, ACC)
     place = N + r * 64 + c
     kind = N.dtype.element_ty
     tl.store(place, tl.where(r > c, first, 0.0).to(kind))
     tl.store(place + 32 * 64 + 32, tl.where(r > c, second, 0.0).to(kind))
     tl.store(place + 32 * 64, corner.to(kind))
     tl.store(place + 32, tl.zeros([32, 32], dtype=kind))
+
+
+@triton.jit
+def split_steps(log_decay, token, count, stride, ACC: tl.constexpr):
+    """Log decays of tokens in units of log 2, as multiples of 2^-10 and what is left over.
+
+    Multiples of 2^-10 add up exactly in float32, so differences of their sums do not lose what the sums gain.
+    """
+    step = tl.load(log_decay + token * stride, mask=token < count, other=0.0).to(ACC) * LOG2E
+    coarse = tl.floor(step * 1024.0 + 0.5) * 0.0009765625
+    return coarse, step - coarse
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "scale"])
@@ -107,13 +129,19 @@ def prep_kernel(
     tl.store(out + 3 * C + row, write)
     if DECAY:
         log_decay += batch * decay_batch + first * decay_token + head * decay_head
-        step = tl.load(log_decay + row * decay_token, mask=real, other=0.0).to(ACC) * LOG2E
-        # Multiples of 2^-10 add up exactly in float32, so differences of these sums do not lose what the sums gain.
-        coarse = tl.floor(step * 1024.0 + 0.5) * 0.0009765625
-        # Summed down the columns of a tile, which costs additions within a thread; along rows it costs shuffles.
-        upto = row[:, None] <= row[None, :]
-        g = tl.sum(tl.where(upto, coarse[:, None], 0.0), axis=0)
-        rest = tl.sum(tl.where(upto, (step - coarse)[:, None], 0.0), axis=0)
+        # Sums of sixteen within a quarter of the chunk, then over the quarters before it; rows of a tile, of which a
+        # thread holds four numbers.
+        within = tl.arange(0, 16)
+        token = (row // 16 * 16)[:, None] + within[None, :]
+        coarse, fine = split_steps(log_decay, token, count, decay_token, ACC)
+        upto = within[None, :] <= (row % 16)[:, None]
+        g = tl.sum(tl.where(upto, coarse, 0.0), axis=1)
+        rest = tl.sum(tl.where(upto, fine, 0.0), axis=1)
+        quarter = tl.arange(0, C // 16)
+        coarse, fine = split_steps(log_decay, quarter[:, None] * 16 + within[None, :], count, decay_token, ACC)
+        before = quarter[None, :] < (row // 16)[:, None]
+        g += tl.sum(tl.where(before, tl.sum(coarse, axis=1)[None, :], 0.0), axis=1)
+        rest += tl.sum(tl.where(before, tl.sum(fine, axis=1)[None, :], 0.0), axis=1)
     else:
         g = tl.zeros([C], dtype=ACC)
         rest = g
@@ -141,6 +169,8 @@ def prep_kernel(
 
 # (K rounded up to a power of two) -> (warps, stages)
 PREP = {32: (4, 1), 64: (4, 1), 128: (4, 1), 256: (4, 1)}
+# Registers of a thread where four warps run: four programs then share a multiprocessor.
+MAX_REGISTERS = 128
 
 
 def prepare(
@@ -165,12 +195,13 @@ def prepare(
     erase = gain if beta is None else beta
     scratch = scalars.new_empty(chunks.count * heads * SCRATCH.value if beta is not None else 0)
     default, stages = PREP[padded]
+    warps = launch_warps(q.dtype, warps or default)
     prep_kernel[(chunks.count * heads,)](
         q, k, decay, erase, gain, scalars, N, A, scratch, chunks.table, chunks.cu_seqlens,
         chunks.tokens, chunks.per_row, heads, heads // q.shape[2], heads // k.shape[2], scale,
         *strides(q), *strides(k), *strides(decay), *strides(erase), *strides(gain),
         K=dim, BK=padded, C=CHUNK, ERASE=beta is not None, DECAY=log_decay is not None, VARLEN=chunks.packed,
         PRECISION=precision(q.dtype), ACC=accumulator(q.dtype),
-        num_warps=launch_warps(q.dtype, warps or default), num_stages=stages,
+        num_warps=warps, num_stages=stages, maxnreg=MAX_REGISTERS if warps == 4 else None,
     )  # fmt: skip
     return scalars, N, A

@@ -55,40 +55,55 @@ def scan_kernel(
     if ADD:
         add_to += batch * a_batch + token * a_token + tl.cast(head, tl.int64) * a_head
     o += ((batch * T + token) * H + head) * V
+    # Scalars are fetched a chunk ahead, in registers: the compiler leaves the load of what is used in two layouts where
+    # it stands, and each step would wait for memory.
+    gates = scalars + place * ROWS * C
+    some = start < end
+    write = tl.load(gates + 3 * C + row, mask=some, other=0.0)
+    reach = tl.load(gates + 4 * C + row, mask=some, other=0.0)
+    late = tl.load(gates + 5 * C + row, mask=some, other=0.0)
+    erase = tl.load(gates + 6 * C + row, mask=some & ERASE, other=0.0)
+    kept = tl.load(gates + 5 * C - 1, mask=some, other=0.0)
+    square = row[:, None] * C + row[None, :]
     for first in range(start, end, C):
         count = end - first
         real = row < count
         tile_k = real[:, None] & in_key[None, :]
         tile_v = real[:, None] & in_value[None, :]
-        gates = scalars + place * ROWS * C
-        write = tl.load(gates + 3 * C + row)
-        reach = tl.load(gates + 4 * C + row)
-        late = tl.load(gates + 5 * C + row)
-        # Not a load of its own: its buffer is what keeps two programs of 128 dims from sharing a multiprocessor.
-        kept = tl.sum(tl.where(row == C - 1, reach, 0.0), axis=0)
+        gates += H * ROWS * C
+        more = count > C
+        next_write = tl.load(gates + 3 * C + row, mask=more, other=0.0)
+        next_reach = tl.load(gates + 4 * C + row, mask=more, other=0.0)
+        next_late = tl.load(gates + 5 * C + row, mask=more, other=0.0)
+        next_erase = tl.load(gates + 6 * C + row, mask=more & ERASE, other=0.0)
+        next_kept = tl.load(gates + 5 * C - 1, mask=more, other=0.0)
         keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
         values = tl.load(v + row[:, None] * v_token + value[None, :], mask=tile_v, other=0.0)
-        square = place * C * C + row[:, None] * C + row[None, :]
         half = S.to(keys.dtype)
         if STORE:
-            tl.store(states + (place * K + key[:, None]) * V + value[None, :], half, mask=in_state)
+            tl.store(states + place * K * V + key[:, None] * V + value[None, :], half, mask=in_state)
         if ERASE:
-            erase = tl.load(gates + 6 * C + row)
             r = write[:, None] * values.to(ACC) - erase[:, None] * dot(keys, half, PRECISION, ACC)
-            y = r + dot(tl.load(N + square), r.to(keys.dtype), PRECISION, ACC)
+            y = r + dot(tl.load(N + place * C * C + square), r.to(keys.dtype), PRECISION, ACC)
         else:
             y = write[:, None] * values.to(ACC)
         if STORE:
-            tl.store(Y + (place * C + row[:, None]) * V + value[None, :], y.to(keys.dtype), mask=in_value[None, :])
+            written = Y + place * C * V + row[:, None] * V + value[None, :]
+            tl.store(written, y.to(keys.dtype), mask=in_value[None, :])
+        S = kept * S + dot(tl.trans(keys), (late[:, None] * y).to(keys.dtype), PRECISION, ACC)
         if OUT:
             queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
             out = (scale * reach)[:, None] * dot(queries, half, PRECISION, ACC)
-            out += dot(tl.load(A + square), y.to(keys.dtype), PRECISION, ACC)
+            out += dot(tl.load(A + place * C * C + square), y.to(keys.dtype), PRECISION, ACC)
             if ADD:
                 extra = tl.load(add_to + row[:, None] * a_token + value[None, :], mask=tile_v, other=0.0)
                 out += extra.to(ACC)
             tl.store(o + row[:, None] * (H * V) + value[None, :], out.to(keys.dtype), mask=tile_v)
-        S = kept * S + dot(tl.trans(keys), (late[:, None] * y).to(keys.dtype), PRECISION, ACC)
+        write = next_write
+        reach = next_reach
+        late = next_late
+        erase = next_erase
+        kept = next_kept
         place += H
         q += C * q_token
         k += C * k_token
@@ -131,33 +146,46 @@ def reverse_scan_kernel(
     q += batch * q_batch + token * q_token + tl.cast(head // q_group, tl.int64) * q_head
     k += batch * k_batch + token * k_token + tl.cast(head // k_group, tl.int64) * k_head
     do += batch * o_batch + token * o_token + tl.cast(head, tl.int64) * o_head
+    # Scalars are fetched a chunk ahead, as in `scan_kernel`.
+    gates = scalars + place * ROWS * C
+    some = steps > 0
+    reach = tl.load(gates + 4 * C + row, mask=some, other=0.0)
+    late = tl.load(gates + 5 * C + row, mask=some, other=0.0)
+    erase = tl.load(gates + 6 * C + row, mask=some & ERASE, other=0.0)
+    kept = tl.load(gates + 5 * C - 1, mask=some, other=0.0)
+    square = row[:, None] * C + row[None, :]
     for i in range(0, steps):
         real = row < end - start - (steps - 1 - i) * C
         tile_k = real[:, None] & in_key[None, :]
         tile_v = real[:, None] & in_value[None, :]
-        gates = scalars + place * ROWS * C
-        reach = tl.load(gates + 4 * C + row)
-        late = tl.load(gates + 5 * C + row)
-        kept = tl.sum(tl.where(row == C - 1, reach, 0.0), axis=0)
+        gates -= H * ROWS * C
+        more = i + 1 < steps
+        next_reach = tl.load(gates + 4 * C + row, mask=more, other=0.0)
+        next_late = tl.load(gates + 5 * C + row, mask=more, other=0.0)
+        next_erase = tl.load(gates + 6 * C + row, mask=more & ERASE, other=0.0)
+        next_kept = tl.load(gates + 5 * C - 1, mask=more, other=0.0)
         keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
         queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
         d_out = tl.load(do + row[:, None] * o_token + value[None, :], mask=tile_v, other=0.0)
-        square = place * C * C + row[:, None] * C + row[None, :]
         half = dS.to(keys.dtype)
         if STORE:
-            tl.store(d_states + (place * K + key[:, None]) * V + value[None, :], half, mask=in_state)
-        f = late[:, None] * dot(keys, half, PRECISION, ACC)
-        f += dot(tl.trans(tl.load(A + square)), d_out, PRECISION, ACC)
-        if ERASE:
-            f += dot(tl.trans(tl.load(N + square)), f.to(keys.dtype), PRECISION, ACC)
-        if STORE:
-            tl.store(F + (place * C + row[:, None]) * V + value[None, :], f.to(keys.dtype), mask=in_value[None, :])
+            tl.store(d_states + place * K * V + key[:, None] * V + value[None, :], half, mask=in_state)
         grown = ((scale * reach)[:, None] * d_out.to(ACC)).to(keys.dtype)
         dS = kept * dS + dot(tl.trans(queries), grown, PRECISION, ACC)
+        f = late[:, None] * dot(keys, half, PRECISION, ACC)
+        f += dot(tl.trans(tl.load(A + place * C * C + square)), d_out, PRECISION, ACC)
         if ERASE:
-            erase = tl.load(gates + 6 * C + row)
-            lost = (erase[:, None] * f).to(keys.dtype)
-            dS -= dot(tl.trans(keys), lost, PRECISION, ACC)
+            f += dot(tl.trans(tl.load(N + place * C * C + square)), f.to(keys.dtype), PRECISION, ACC)
+        if STORE:
+            cotangent = F + place * C * V + row[:, None] * V + value[None, :]
+            tl.store(cotangent, f.to(keys.dtype), mask=in_value[None, :])
+        if ERASE:
+            lost = (-erase[:, None] * f).to(keys.dtype)
+            dS += dot(tl.trans(keys), lost, PRECISION, ACC)
+        reach = next_reach
+        late = next_late
+        erase = next_erase
+        kept = next_kept
         place -= H
         q -= C * q_token
         k -= C * k_token
@@ -167,9 +195,9 @@ def reverse_scan_kernel(
 
 
 # (K rounded up to a power of two) -> (largest tile of values, warps, stages): read-out, recomputation, reverse pass.
-SCAN = {32: (32, 4, 2), 64: (64, 4, 2), 128: (32, 4, 2), 256: (32, 8, 2)}
-STORE = {32: (32, 4, 2), 64: (32, 4, 3), 128: (64, 4, 2), 256: (32, 8, 2)}
-REVERSE = {32: (32, 4, 1), 64: (32, 4, 2), 128: (32, 4, 2), 256: (32, 8, 2)}
+SCAN = {32: (32, 4, 2), 64: (32, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
+STORE = {32: (32, 4, 2), 64: (32, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
+REVERSE = {32: (32, 4, 1), 64: (32, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
 
 
 def _launch(table: dict, x: Tensor, keys: int, values: int, warps: int | None) -> tuple[int, int, int, int]:
