@@ -51,7 +51,9 @@ def describe(
             signature[name], constexprs[(i,)] = "constexpr", 1
         elif pointer:
             tables = ("table", "offsets", "cu_seqlens", "firsts", "seen", "bases")
-            signature[name] = "*i32" if name in tables else "*fp32" if name in fp32 else POINTER[dtype]
+            # MesaNet keeps states and inverses in float16 for bfloat16 inputs too.
+            kind = "fp16" if dtype == "bf16" and name in ("high", "low", "M") else dtype
+            signature[name] = "*i32" if name in tables else "*fp32" if name in fp32 else POINTER[kind]
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif name in ("scale", "tol"):
             signature[name] = "fp32"
@@ -162,7 +164,6 @@ def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
     from linearize_kernels import ridge
 
     packed = ("table", "offsets", "cu_seqlens")
-    work = "fp16" if dtype == "bf16" else dtype
     floats = ("gates", "sizes", "bounds", "ridge", "final", "initial", "solution", "residual", "log_decay", "gain")
     ones = ("decay_head", "gain_head")
     for K, V in shapes:
@@ -172,23 +173,30 @@ def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
         shared = {"K": K, "BK": BK, "C": 64, "VARLEN": False, "ACC": tl.float32}
         product = shared | {"PRECISION": "ieee", "SPLIT": True}
         constants = {**shared, "V": V, "BV": triton.next_power_of_2(V), "DECAY": True}
-        yield f"mesa sizes {label}", ridge.sizes_kernel, work, constants, floats, packed, ones, 4, 1
+        yield f"mesa sizes {label}", ridge.sizes_kernel, dtype, constants, floats, packed, ones, 4, 1
         tile, warps, stages = ridge.STATE[BK]
         for D in sorted({K, V}):
-            W = BK if D == K else ridge.value_width(D, ridge.solve_launch(BK, D)[2])
+            W = max(16, triton.next_power_of_2(D))
             constants = {**product, "D": D, "W": W, "BD": min(tile, W), "INITIAL": True, "FINAL": True}
             name = f"mesa state {label} D={D}"
-            yield name, ridge.state_kernel, work, constants, floats, packed, ("s_value",), warps, stages
+            yield name, ridge.state_kernel, dtype, constants, floats, packed, ("s_value",), warps, stages
         inverse = {name: product[name] for name in ("K", "BK", "SPLIT", "ACC")}
-        yield f"mesa invert {label}", ridge.invert_kernel, work, inverse, floats, (), (), ridge.INVERT[BK], 1
-        columns, *tiles, warps = ridge.solve_launch(BK, V)
-        W = ridge.value_width(V, tiles[1])
+        yield f"mesa invert {label}", ridge.invert_kernel, dtype, inverse, floats, (), (), ridge.INVERT[BK], 1
+        columns, warps = ridge.SOLVE[BK]
+        for pre in (False, True):
+            constants = {**product, "BT": columns, "PRE": pre}
+            name = f"mesa solve {'preconditioned ' * pre}{label}"
+            yield name, ridge.solve_kernel, dtype, constants, floats, packed, (), warps, 1
         for backward in (False, True):
-            constants = {**product, "V": V, "W": W, "BV": min(tiles[backward], W), "BT": columns}
-            constants |= {"BACKWARD": backward, "ADD": not backward}
-            absent = (*packed, "q", "add_to") if backward else (*packed, "do")
-            name = f"mesa solve {'backward ' * backward}{label}"
-            yield name, ridge.solve_kernel, work, constants, floats, absent, (), warps, 1
+            wide, narrow = (V, K) if backward else (K, V)
+            padded, W = (max(16 if side == V else 32, triton.next_power_of_2(side)) for side in (wide, narrow))
+            columns, tile, warps = ridge.READ[padded]
+            constants = {**product, "K": wide, "V": narrow, "BK": padded, "W": W, "BV": min(tile, W), "BT": columns}
+            constants |= {"ADD": not backward}
+            rows, ones = ((*floats, "o"), ("s_value",)) if backward else ((*floats, "x"), ("s_key",))
+            absent = (*packed, "add_to") if backward else packed
+            name = f"mesa read {'transposed ' * backward}{label}"
+            yield name, ridge.read_kernel, dtype, constants, rows, absent, ones, warps, 1
 
 
 def scalar_entries() -> Iterator[tuple]:
@@ -274,6 +282,8 @@ def verdict(result: dict, dtype: str, name: str = "", accepted: dict[str, int] |
     """Why an entry fails, or None. accepted: {name: registers} of earlier builds."""
     if result["register_a"]:
         return f"{result['register_a']} WGMMA with a left operand in registers"
+    if name.startswith("mesa") and result.get("wgmma"):
+        return f"{result['wgmma']} WGMMA: tiles of at most 32 rows have none"
     allowed = max((limit for entry, limit in SPILLS.items() if name.startswith(entry)), default=0)
     if result["stack"] > allowed and dtype != "fp32":
         return f"{result['stack']} bytes of spills"

@@ -175,7 +175,9 @@ def measure_mesa(key_dim: int, value_dim: int, dtype: torch.dtype, device, warps
     log_decay = 0.1 * log_decay
     make = torch.Generator().manual_seed(10)
     root = torch.randn(1, 2, key_dim, key_dim, generator=make).to(device) * key_dim**-0.5
-    inputs = [q, k, v, log_decay, gain, 0.2 + torch.rand(2, key_dim, generator=make).to(device), Hkv, root @ root.mT]
+    # Small for the head that decays slowly: it is preconditioned, the other is not.
+    weights = (0.2 + torch.rand(2, key_dim, generator=make)) * torch.tensor([[0.1], [1.0]])
+    inputs = [q, k, v, log_decay, gain, weights.to(device), Hkv, root @ root.mT]
     exact = [x.double().requires_grad_() for x in inputs]
     o, last = recurrent_mesa(*exact[:6], 0.5, tuple(exact[6:]))
     do, d_kv, d_kk = (torch.randn(x.shape, generator=make).to(device) for x in (o, *last))

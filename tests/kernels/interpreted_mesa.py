@@ -5,6 +5,7 @@ import pytest
 import torch
 from linearize_kernels import linear_attn, mesa
 from linearize_kernels.conjugate import recurrent_mesa
+from linearize_kernels.ridge import Prepared
 from tolerances import TOLERANCE, assert_close
 
 NAMES = ("q", "k", "v", "log_decay", "gain", "ridge", "Hkv", "Hkk", "add_to")
@@ -77,6 +78,15 @@ def test_lengths(tokens):
     check(inputs(tokens))
 
 
+def test_preconditioned_and_plain_chunks():
+    x = inputs(270, heads=2, decay=0.01)
+    x["ridge"][0] *= 0.1
+    x["ridge"][1] *= 1e3
+    check(x)
+    prepared = Prepared(*(x[n] for n in NAMES[1:8]), None, False, None)
+    assert prepared.bases[:, 0].ge(0).all() and prepared.bases[:, 1].eq(-1).all()
+
+
 @pytest.mark.parametrize("groups", [(1, 2, 2), (2, 1, 2)])
 def test_packed_sequences_of_grouped_heads(groups):
     bounds = [0, 63, 63, 64, 129]
@@ -90,7 +100,18 @@ def test_without_optional_arguments():
 
 @pytest.mark.parametrize("decay,gain", [(20.0, 1.0), (0.02, 1e4)])
 def test_extreme_gates(decay, gain):
-    check(inputs(70, decay=decay, gain=gain), (1e-9, 1e-8, 1e-8))
+    # The residual is the true one: at a condition of 1e6 it cannot be computed to less than this.
+    check(inputs(70, decay=decay, gain=gain), (1e-9, 1e-8, 1e-8), tol=1e-11)
+
+
+def test_queries_and_keys_that_are_zero():
+    x = inputs(66, dtype=torch.float16)
+    x["q"][:, ::3] = 0
+    x["k"][:, ::2] = 0
+    o, _, residual = mesa(*(x[n] for n in NAMES[:6]), max_iter=20, tol=1e-4)
+    want, _ = recurrent_mesa(*(x[n].double() for n in NAMES[:6]), 1.0)
+    assert_close("o", o, want, TOLERANCE["float16"][0])
+    assert float(residual.max()) <= 1e-4 and not residual[:, ::3].any()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
