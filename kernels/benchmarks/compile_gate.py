@@ -50,7 +50,7 @@ def describe(
         elif name in ones:
             signature[name], constexprs[(i,)] = "constexpr", 1
         elif pointer:
-            tables = ("table", "offsets", "cu_seqlens", "firsts", "seen", "bases")
+            tables = ("table", "offsets", "cu_seqlens", "skips", "bases")
             # MesaNet keeps states and inverses in float16 for bfloat16 inputs too.
             kind = "fp16" if dtype == "bf16" and name in ("high", "low", "M") else dtype
             signature[name] = "*i32" if name in tables else "*fp32" if name in fp32 else POINTER[kind]
@@ -68,7 +68,7 @@ def entries(quick: bool) -> Iterator[tuple]:
     """(name, kernel, dtype, constants, fp32 pointers, absent, ones, warps, stages) of every launch to check."""
     import triton
     import triton.language as tl
-    from linearize_kernels import centring, grads, lognorm, prep, scan, stats
+    from linearize_kernels import grads, prep, scan
 
     packed = ("table", "offsets", "cu_seqlens")
     shapes = (
@@ -77,13 +77,6 @@ def entries(quick: bool) -> Iterator[tuple]:
         else [(32, 32), (64, 64), (128, 128), (256, 256), (96, 96), (64, 128), (128, 64)]
     )
     dtypes = ["bf16"] if quick else ["bf16", "fp16", "fp32"]
-    wide = {"C": 64, "VARLEN": False, "ACC": tl.float32, "INITIAL": True}
-    for kernel in ("own", "carry", "norm", "arriving", "reverse_carry", "norm_grads"):
-        fn = getattr(lognorm, f"{kernel}_kernel")
-        constants = {name: value for name, value in wide.items() if name in fn.arg_names}
-        pointers = tuple(fn.arg_names[: fn.arg_names.index("T")])
-        warps = 1 if "carry" in kernel else 4
-        yield f"log norm {kernel}", fn, "fp32", constants, pointers, packed, ("w_head", "f_head"), warps, 1
     yield from scalar_entries()
     for dtype in dtypes:
         yield from step_entries(dtype, shapes)
@@ -128,33 +121,7 @@ def entries(quick: bool) -> Iterator[tuple]:
                 floats = ("scalars", "d_scalars")
                 yield f"grads {label}", grads.grads_kernel, dtype, constants, floats, packed, (), warps, stages
         yield from mesa_entries(dtype, shapes)
-        for D in sorted({dim for shape in shapes for dim in shape}):
-            wide = {"D": D, "BD": stats.dim_tile(D, 128), "C": 64, "VARLEN": False, "ACC": tl.float32}
-            logs = ("log_write", "log_forget", "log_z", "entering", "rho2", "d_rho2", "d_logs", "leaving", "local")
-            borders = (*logs, "sums", "totals", "initial", "final", "d_final", "d_initial")
-            ones = ("w_head", "f_head", "z_head")
-            yield f"sums {dtype} D={D}", stats.sums_kernel, dtype, wide, (*borders,), packed, ones, 4, 1
-            means = {**wide, "INITIAL": True}
-            yield f"means {dtype} D={D}", stats.means_kernel, dtype, means, (*borders,), packed, (), 1, 1
-            reverse = {**wide, "D_FINAL": True, "D_INITIAL": True}
-            yield f"reverse means {dtype} D={D}", stats.reverse_means_kernel, dtype, reverse, borders, packed, (), 1, 1
-            forward, backward = centring.CENTRE[triton.next_power_of_2(D)]
-            tile = {**wide, "BD": stats.dim_tile(D)}
-            product = {**tile, "PRECISION": "tf32x3" if dtype == "fp32" else "ieee"}
-            for name, mode in (
-                ("keys", (True, False, True)),
-                ("values", (True, True, False)),
-                ("mean", (False, True, False)),
-            ):
-                flags = dict(zip(("CENTRED", "MEAN", "RHO"), mode, strict=True))
-                label = f"{name} {dtype} D={D}"
-                yield f"centre {label}", centring.centre_kernel, dtype, product | flags, logs, packed, ones, forward, 1
-                yield f"local {label}", centring.local_kernel, dtype, wide | flags, logs, packed, ones, backward, 1
-                grads_flags = product | flags
-                yield (
-                    f"centre grads {label}", centring.centre_grads_kernel, dtype, grads_flags, logs, packed, ones,
-                    backward, 1,
-                )  # fmt: skip
+        yield from mean_entries(dtype, shapes)
 
 
 def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
@@ -200,17 +167,58 @@ def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
 
 
 def scalar_entries() -> Iterator[tuple]:
-    """The scalar chain of the centred mixers."""
+    """The scalar chain of the centred mixers, and the log normaliser."""
     import triton.language as tl
-    from linearize_kernels import gates
+    from linearize_kernels import gates, lognorm, stats
 
     packed = ("table", "offsets", "cu_seqlens")
-    for name, fn in (("gates", gates.gates_kernel), ("gates grads", gates.gates_grads_kernel)):
-        for erase in (True, False):
-            constants = {"C": 64, "BH": 16, "ERASE": erase, "INITIAL": True, "VARLEN": False, "ACC": tl.float32}
-            pointers = tuple(fn.arg_names[: fn.arg_names.index("T")])
-            ones = ("w_head", "f_head", "e_head", "r_head")
-            yield f"{name}{'' if erase else ' linear'}", fn, "fp32", constants, pointers, packed, ones, 4, 1
+    shared = {"C": 64, "BH": 16, "INITIAL": True, "SLOPE": True, "ODDS": True, "VARLEN": False, "ACC": tl.float32}
+    ones = ("w_head", "f_head", "z_head", "e_head", "r_head", "d_head", "b_head", "g_head")
+    kernels = {f"log norm {n}": getattr(lognorm, f"{n}_kernel") for n in ("own", "carry", "norm", "arriving")}
+    kernels |= {
+        "log norm reverse_carry": lognorm.reverse_carry_kernel,
+        "log norm norm_grads": lognorm.norm_grads_kernel,
+    }
+    kernels |= {"shares": stats.shares_kernel, "gates": gates.gates_kernel, "gates grads": gates.gates_grads_kernel}
+    for name, fn in kernels.items():
+        pointers = tuple(fn.arg_names[: fn.arg_names.index("T")])
+        for erase in (True, False) if "ERASE" in fn.arg_names else (True,):
+            constants = {n: value for n, value in (shared | {"ERASE": erase}).items() if n in fn.arg_names}
+            label = f"{name}{'' if erase else ' linear'}"
+            yield label, fn, "fp32", constants, pointers, packed, ones, lognorm.WARPS, 1
+
+
+def mean_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
+    """The running means: of keys and values in a mixer, and of values alone."""
+    import triton
+    import triton.language as tl
+    from linearize_kernels import centring, stats
+
+    packed = ("table", "offsets", "cu_seqlens")
+    floats = ("shares", "sums", "totals", "entering", "strength", "balance", "weights", "lengths", "erase", "gain")
+    floats += ("d_lengths", "local", "initial", "final", "factors", "d_odds", "leaving", "d_shares", "d_weights")
+    for K, V in shapes:
+        shared = {"K": K, "V": V, "BK": triton.next_power_of_2(K), "BV": triton.next_power_of_2(V), "C": 64}
+        shared |= {"VARLEN": False, "ACC": tl.float32}
+        label = f"{dtype} K={K} V={V}"
+        block, tile, warps = stats.CARRY
+        carry = {"D": K + V, "BD": tile, "BLOCK": block, "C": 64, "INITIAL": True, "FINAL": True, "VARLEN": False}
+        for name, reverse in (("means", False), ("reverse means", True)):
+            constants = carry | {"REVERSE": reverse, "ACC": tl.float32}
+            yield f"{name} {label}", stats.carry_means_kernel, dtype, constants, floats, packed, (), warps, 1
+        yield f"sums {label}", stats.sums_kernel, dtype, shared, floats, packed, (), centring.SUMS, 1
+        flags = {"LENGTHS": True, "VALUES": True, "MEANS": True, "READ": True}
+        alone = shared | {"K": 0, "BK": 16, "LENGTHS": False, "VALUES": False, "MEANS": True, "READ": False}
+        forward = {"ADD": True, "ERASE": True}
+        yield f"slopes {label}", stats.slopes_kernel, dtype, shared | flags, floats, packed, (), centring.SUMS, 1
+        walks = (("centre", shared | flags | forward), ("centre mean", alone | {"ADD": False, "ERASE": False}))
+        for name, constants in walks:
+            fn = centring.centre_kernel
+            yield f"{name} {label}", fn, dtype, constants, floats, packed, (), centring.WALK, 1
+        walks = (("centre grads", shared | flags | {"ODDS": True}), ("centre grads mean", alone | {"ODDS": False}))
+        for name, constants in walks:
+            fn = centring.centre_grads_kernel
+            yield f"{name} {label}", fn, dtype, constants, floats, packed, (), centring.WALK, 1
 
 
 def step_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:

@@ -278,6 +278,11 @@ def log_norm(
     return log_norm_fwd(log_write, log_forget, initial_log_z, cu_seqlens)[0]
 
 
+def _side_by_side(means: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """[.., K + V] of means of keys and values, as the kernels keep them."""
+    return None if means is None else torch.cat(means, -1)
+
+
 def centre(
     k: Tensor,
     v: Tensor,
@@ -313,12 +318,12 @@ def centre(
         _check_state("initial_mean[1]", initial_mean[1], (sequences, heads, v.shape[-1]))
     if not (tokens and uses_kernels(k)):
         return reference.chunk_centre(k, v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
-    from .ops import mean_fwd
+    if k.dtype != v.dtype:
+        _fail("k and v must share one dtype", (k.dtype, v.dtype), "cast them alike")
+    from .ops import centre_fwd
 
-    key_mean, value_mean = initial_mean if initial_mean is not None else (None, None)
-    kd, _, rho2, kbar, *_ = mean_fwd(k, log_write, log_forget, lZ, key_mean, cu_seqlens, True, False)
-    vd, vbar, _, last, *_ = mean_fwd(v, log_write, log_forget, lZ, value_mean, cu_seqlens, True, True)
-    return kd, vd, vbar, rho2, (kbar, last)
+    kd, vd, vbar, rho2, *_, last = centre_fwd(k, v, log_write, lZ, _side_by_side(initial_mean), cu_seqlens)
+    return kd, vd, vbar, rho2.mT, last.split([k.shape[-1], v.shape[-1]], -1)
 
 
 def running_mean(
@@ -340,9 +345,9 @@ def running_mean(
     _check_state("initial_mean", initial_mean, (sequences, heads, v.shape[-1]))
     if not (tokens and uses_kernels(v)):
         return reference.chunk_running_mean(v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
-    from .ops import mean_fwd
+    from .ops import centre_fwd
 
-    _, vbar, _, last, *_ = mean_fwd(v, log_write, log_forget, lZ, initial_mean, cu_seqlens, False, True)
+    _, _, vbar, *_, last = centre_fwd(None, v, log_write, lZ, initial_mean, cu_seqlens)
     return vbar, last
 
 
@@ -556,22 +561,31 @@ def _centred(
     gates = log_exponent, log_erase, log_balance
     _check_centred(q, k, v, log_write, log_forget, *gates, read_mean, initial_state, sequences)
     memory, key_mean, value_mean, start = initial_state if initial_state is not None else (None,) * 4
-    log_z = log_norm(log_write, log_forget, initial_log_z=start, cu_seqlens=cu_seqlens)
     means = None if initial_state is None else (key_mean, value_mean)
-    kd, vd, vbar, rho2, means = centre(
-        k, v, log_write, log_forget, log_z, initial_mean=means, cu_seqlens=cu_seqlens
-    )  # fmt: skip
-    chain = log_write, log_forget, log_z, start, *gates, rho2, cu_seqlens
     if log_write.shape[1] and uses_kernels(q):
-        from .ops import gates_fwd
+        from .ops import centred_fwd
 
-        log_decay, erase, gain = gates_fwd(*chain)
+        if k.dtype != v.dtype:
+            _fail("k and v must share one dtype", (k.dtype, v.dtype), "cast them alike")
+        added = None if read_mean is None else add_to
+        kd, vd, base, log_decay, erase, gain, log_z, means, *_ = centred_fwd(
+            k, v, log_write, log_forget, *gates, read_mean, added, _side_by_side(means), start, cu_seqlens
+        )
+        add_to = add_to if read_mean is None else base
+        log_decay, erase, gain = log_decay.mT, None if log_balance is None else erase.mT, gain.mT
+        means = means.split([k.shape[-1], v.shape[-1]], -1)
     else:
-        log_decay, erase, gain = reference.centred_gates(*chain)
-    if read_mean is not None:
-        base = read_mean[:, None] * vbar.to(read_mean.dtype)
-        add_to = (base if add_to is None else base + add_to).to(kd.dtype)
-    erase = None if log_balance is None else erase
+        log_z = log_norm(log_write, log_forget, initial_log_z=start, cu_seqlens=cu_seqlens)
+        kd, vd, vbar, rho2, means = centre(
+            k, v, log_write, log_forget, log_z, initial_mean=means, cu_seqlens=cu_seqlens
+        )  # fmt: skip
+        log_decay, erase, gain = reference.centred_gates(
+            log_write, log_forget, log_z, start, *gates, rho2, cu_seqlens
+        )  # fmt: skip
+        if read_mean is not None:
+            base = read_mean[:, None] * vbar.to(read_mean.dtype)
+            add_to = (base if add_to is None else base + add_to).to(kd.dtype)
+        erase = None if log_balance is None else erase
     o, memory = _delta_rule(
         q, kd, vd, log_decay, erase, gain, float(scale), memory, output_final_state, cu_seqlens, add_to
     )

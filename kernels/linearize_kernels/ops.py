@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import centring, decode, delta, gates, lognorm, ridge, split
+from . import centring, decode, delta, gates, lognorm, ridge, split, stats
 from .common import CHUNK, ROWS, Chunks
 from .grads import sum_group
-from .selfcheck import mean_warps_for, mesa_warps_for, warps_for
+from .selfcheck import mesa_warps_for, warps_for
 
 
 @torch.library.custom_op("linearize_kernels::delta_fwd", mutates_args=())
@@ -122,93 +122,97 @@ def _(q, k, v, log_decay, beta, gain, scale, state, add_to):
     return q.new_empty(*gain.shape, v.shape[-1])
 
 
-@torch.library.custom_op("linearize_kernels::mean_fwd", mutates_args=())
-def mean_fwd(
-    x: Tensor, log_write: Tensor, log_forget: Tensor, log_z: Tensor, initial: Tensor | None,
-    cu_seqlens: Tensor | None, centred: bool, mean: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    warps = mean_warps_for(x.shape[-1], x.dtype, x.device)
-    return centring.forward(x, log_write, log_forget, log_z, initial, cu_seqlens, centred, mean, warps)
+@torch.library.custom_op("linearize_kernels::centre_fwd", mutates_args=())
+def centre_fwd(
+    k: Tensor | None, v: Tensor, log_write: Tensor, log_z: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    chunks = Chunks(*log_write.shape[:2], cu_seqlens)
+    shares, skips = stats.share(log_write, log_z, chunks, initial is not None)
+    results = centring.forward(k, v, shares, skips, initial, cu_seqlens, centred=k is not None)
+    keys, values, means, rho2, _, _, *borders = results
+    return keys, values, means, rho2, shares, skips, *borders
 
 
-@mean_fwd.register_fake
-def _(x, log_write, log_forget, log_z, initial, cu_seqlens, centred, mean):
-    batch, tokens, heads = log_write.shape
+@centre_fwd.register_fake
+def _(k, v, log_write, log_z, initial, cu_seqlens):
+    (batch, tokens, heads), value_dim, key_dim = log_write.shape, v.shape[-1], 0 if k is None else k.shape[-1]
     count = Chunks.bound(batch, tokens, cu_seqlens)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    dim = x.shape[-1]
+    scalars = v.new_empty(batch, heads, tokens, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32)
+    rows = batch, tokens, heads
     return (
-        x.new_empty((batch, tokens, heads, dim) if centred else 0),
-        x.new_empty((batch, tokens, heads, dim) if mean else 0),
-        x.new_empty((batch, tokens, heads) if centred and not mean else 0, dtype=wide),
-        x.new_empty(sequences, heads, dim, dtype=wide),
-        x.new_empty(count, heads, dim, dtype=wide),
-        x.new_empty(count, heads, dtype=wide),
-        x.new_empty(count, heads, dtype=torch.int32),
+        v.new_empty((*rows, key_dim) if k is not None else 0),
+        v.new_empty((*rows, value_dim) if k is not None else 0),
+        v.new_empty(*rows, value_dim),
+        scalars.new_empty(scalars.shape if k is not None else 0),
+        scalars,
+        v.new_empty(count, heads, dtype=torch.int32),
+        scalars.new_empty(count, heads, key_dim + value_dim),
+        scalars.new_empty(count, heads),
+        scalars.new_empty(sequences, heads, key_dim + value_dim),
     )
 
 
-@torch.library.custom_op("linearize_kernels::mean_bwd", mutates_args=())
-def mean_bwd(
-    x: Tensor, log_write: Tensor, log_forget: Tensor, log_z: Tensor, cu_seqlens: Tensor | None, centred: Tensor,
-    entering: Tensor, totals: Tensor, seen: Tensor, d_centred: Tensor | None, d_mean: Tensor | None,
-    d_rho2: Tensor | None, d_final: Tensor | None, d_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    warps = mean_warps_for(x.shape[-1], x.dtype, x.device)
-    dx, d_logs, first = centring.backward(
-        x, log_write, log_forget, log_z, cu_seqlens, centred, entering, totals, seen,
-        d_centred, d_mean, d_rho2, d_final, d_initial, warps,
+@torch.library.custom_op("linearize_kernels::centre_bwd", mutates_args=())
+def centre_bwd(
+    k: Tensor | None, v: Tensor, shares: Tensor, skips: Tensor, cu_seqlens: Tensor | None, keys: Tensor,
+    values: Tensor, entering: Tensor, totals: Tensor, d_keys: Tensor | None, d_values: Tensor | None,
+    d_means: Tensor | None, d_rho2: Tensor | None, d_final: Tensor | None, d_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if k is None:
+        # Not kept for the means alone, whose callers have no other use for them.
+        values = centring.forward(None, v, shares, skips, None, cu_seqlens, means=False, borders=(entering, totals))[1]
+    dk, dv, terms, _, first = centring.backward(
+        k, v, shares, skips, cu_seqlens, keys, values, entering, totals, None, d_keys, d_values, d_means, d_rho2,
+        d_final, d_initial,
     )  # fmt: skip
-    return sum_group(dx, x.shape[2]), d_logs, first
+    return dk if k is None else sum_group(dk, k.shape[2]), sum_group(dv, v.shape[2]), terms.sum(0).mT, first
 
 
-@mean_bwd.register_fake
+@centre_bwd.register_fake
 def _(
-    x, log_write, log_forget, log_z, cu_seqlens, centred, entering, totals, seen, d_centred, d_mean, d_rho2, d_final,
+    k, v, shares, skips, cu_seqlens, keys, values, entering, totals, d_keys, d_values, d_means, d_rho2, d_final,
     d_initial,
 ):  # fmt: skip
-    sequences = log_write.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    first = (sequences, log_write.shape[2], x.shape[-1]) if d_initial else 0
-    return x.new_empty(x.shape), entering.new_empty(3, *log_write.shape), entering.new_empty(first)
+    sequences = shares.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return (
+        v.new_empty(0 if k is None else k.shape),
+        v.new_empty(v.shape),
+        shares.new_empty(shares.shape).mT,
+        shares.new_empty((sequences, *entering.shape[1:]) if d_initial else 0),
+    )
 
 
-def _save_means(ctx, inputs, output):
-    x, log_write, log_forget, log_z, initial, cu_seqlens, centred, mean = inputs
-    gaps, _, rho2, _, entering, totals, seen = output
-    ctx.mark_non_differentiable(seen)
-    ctx.lengths = centred and not mean
-    kept = gaps if ctx.lengths else rho2
-    ctx.save_for_backward(x, log_write, log_forget, log_z, cu_seqlens, kept, entering, totals, seen)
+def _save_centre(ctx, inputs, output):
+    k, v, log_write, log_z, initial, cu_seqlens = inputs
+    keys, values, _, _, shares, skips, entering, totals, _ = output
+    ctx.mark_non_differentiable(shares, skips, entering, totals)
+    ctx.save_for_backward(k, v, shares, skips, cu_seqlens, keys, values, entering, totals)
     ctx.set_materialize_grads(False)
-    ctx.initial_type = None if initial is None else initial.dtype
-    ctx.centred, ctx.mean = centred, mean
+    ctx.types = log_write.dtype, log_z.dtype, None if initial is None else initial.dtype
 
 
-def _differentiate_means(ctx, d_centred, d_mean, d_rho2, d_final, *_):
-    x, log_write, log_forget, log_z, cu_seqlens, gaps, entering, totals, seen = ctx.saved_tensors
-    d_rho2 = d_rho2 if ctx.lengths else None
-    d_centred = d_centred if ctx.centred else None
-    if d_rho2 is not None and d_centred is None:
-        d_centred = torch.zeros_like(gaps)
-    d_initial = ctx.initial_type is not None and ctx.needs_input_grad[4]
-    dx, (d_write, d_forget, d_norm), first = mean_bwd(
-        x, log_write, log_forget, log_z, cu_seqlens, gaps, entering, totals, seen,
-        d_centred, d_mean if ctx.mean else None, d_rho2, d_final, d_initial,
+def _differentiate_centre(ctx, d_keys, d_values, d_means, d_rho2, _, __, ___, ____, d_final):
+    k, v, shares, skips, cu_seqlens, keys, values, entering, totals = ctx.saved_tensors
+    write_type, norm_type, initial_type = ctx.types
+    d_initial = initial_type is not None and ctx.needs_input_grad[4]
+    if k is None:
+        d_keys = d_values = d_rho2 = None
+    dk, dv, d_write, first = centre_bwd(
+        k, v, shares, skips, cu_seqlens, keys, values, entering, totals, d_keys, d_values, d_means, d_rho2, d_final,
+        d_initial,
     )  # fmt: skip
     return (
-        dx,
-        d_write.to(log_write.dtype),
-        d_forget.to(log_forget.dtype),
-        d_norm.to(log_z.dtype),
-        first.to(ctx.initial_type) if d_initial else None,
-        None,
-        None,
+        None if k is None else dk,
+        dv,
+        d_write.to(write_type),
+        -d_write.to(norm_type),
+        first.to(initial_type) if d_initial else None,
         None,
     )
 
 
-mean_fwd.register_autograd(_differentiate_means, setup_context=_save_means)
+centre_fwd.register_autograd(_differentiate_centre, setup_context=_save_centre)
 
 
 @torch.library.custom_op("linearize_kernels::log_norm_fwd", mutates_args=())
@@ -230,7 +234,7 @@ def _(log_write, log_forget, initial, cu_seqlens):
 def log_norm_bwd(
     log_write: Tensor, log_forget: Tensor, log_z: Tensor, entering: Tensor, d_log_z: Tensor,
     cu_seqlens: Tensor | None, d_initial: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return lognorm.backward(log_write, log_forget, log_z, entering, d_log_z, cu_seqlens, d_initial)
 
 
@@ -238,7 +242,7 @@ def log_norm_bwd(
 def _(log_write, log_forget, log_z, entering, d_log_z, cu_seqlens, d_initial):
     sequences = log_write.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     first = entering.new_empty((sequences, log_write.shape[2]) if d_initial else 0)
-    return entering.new_empty(2, *log_write.shape), first
+    return *(entering.new_empty(log_write.shape) for _ in range(2)), first
 
 
 def _save_log_norm(ctx, inputs, output):
@@ -253,12 +257,149 @@ def _differentiate_log_norm(ctx, d_log_z, _):
         return None, None, None, None
     log_write, log_forget, log_z, entering, cu_seqlens = ctx.saved_tensors
     d_initial = ctx.initial_type is not None and ctx.needs_input_grad[2]
-    (d_write, d_forget), first = log_norm_bwd(log_write, log_forget, log_z, entering, d_log_z, cu_seqlens, d_initial)
+    d_write, d_forget, first = log_norm_bwd(log_write, log_forget, log_z, entering, d_log_z, cu_seqlens, d_initial)
     d_first = first.to(ctx.initial_type) if d_initial else None
     return d_write.to(log_write.dtype), d_forget.to(log_forget.dtype), d_first, None
 
 
 log_norm_fwd.register_autograd(_differentiate_log_norm, setup_context=_save_log_norm)
+
+
+@torch.library.custom_op("linearize_kernels::centred_fwd", mutates_args=())
+def centred_fwd(
+    k: Tensor, v: Tensor, log_write: Tensor, log_forget: Tensor, log_exponent: Tensor, log_erase: Tensor,
+    log_balance: Tensor | None, read_mean: Tensor | None, add_to: Tensor | None, initial_means: Tensor | None,
+    initial_log_z: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    erase = log_balance is not None
+    log_z, norms = lognorm.forward(log_write, log_forget, initial_log_z, cu_seqlens)
+    decay, strength, shares, skips = gates.forward(
+        log_write, log_forget, log_z, initial_log_z, log_exponent, log_erase, erase, cu_seqlens
+    )
+    keys, values, base, rho2, erased, gain, entering, totals, final = centring.forward(
+        k, v, shares, skips, initial_means, cu_seqlens, means=read_mean is not None, lengths=erase, weights=read_mean,
+        add_to=add_to, strength=strength, balance=log_balance,
+    )  # fmt: skip
+    gain = gain if erase else strength
+    return keys, values, base, decay, erased, gain, log_z, final, rho2, shares, skips, entering, totals, norms
+
+
+@centred_fwd.register_fake
+def _(
+    k, v, log_write, log_forget, log_exponent, log_erase, log_balance, read_mean, add_to, initial_means, initial_log_z,
+    cu_seqlens,
+):  # fmt: skip
+    (batch, tokens, heads), erase = log_write.shape, log_balance is not None
+    count = Chunks.bound(batch, tokens, cu_seqlens)
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    wide = torch.float64 if log_write.dtype == torch.float64 else torch.float32
+    width = k.shape[-1] + v.shape[-1]
+
+    def scalar(some: bool = True) -> Tensor:
+        return log_write.new_empty((batch, heads, tokens) if some else 0, dtype=wide)
+
+    rows = batch, tokens, heads
+    return (
+        v.new_empty(*rows, k.shape[-1]),
+        v.new_empty(*rows, v.shape[-1]),
+        v.new_empty((*rows, v.shape[-1]) if read_mean is not None else 0),
+        scalar(),
+        scalar(erase),
+        scalar(),
+        log_write.new_empty(rows),
+        log_write.new_empty(sequences, heads, width, dtype=wide),
+        scalar(erase),
+        scalar(),
+        log_write.new_empty(count, heads, dtype=torch.int32),
+        log_write.new_empty(count, heads, width, dtype=wide),
+        log_write.new_empty(count, heads, dtype=wide),
+        log_write.new_empty(count, heads, dtype=wide),
+    )
+
+
+@torch.library.custom_op("linearize_kernels::centred_bwd", mutates_args=())
+def centred_bwd(
+    k: Tensor, v: Tensor, log_write: Tensor, log_forget: Tensor, log_exponent: Tensor, log_erase: Tensor,
+    log_balance: Tensor | None, read_mean: Tensor | None, initial_log_z: Tensor | None, cu_seqlens: Tensor | None,
+    saved: list[Tensor], d_keys: Tensor | None, d_values: Tensor | None, d_base: Tensor | None, d_decay: Tensor,
+    d_erase: Tensor | None, d_gain: Tensor, d_log_z: Tensor | None, d_final: Tensor | None, d_initial: bool,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    keys, values, log_z, final, rho2, shares, skips, entering, totals, norms = saved
+    d_odds, slack, d_exponent, d_moved, d_rho2, d_balance = gates.backward(
+        log_write, log_forget, log_z, initial_log_z, log_exponent, log_erase, log_balance, rho2, cu_seqlens,
+        d_decay, d_erase, d_gain,
+    )  # fmt: skip
+    dk, dv, terms, d_read, d_means = centring.backward(
+        k, v, shares, skips, cu_seqlens, keys, values, entering, totals, final, d_keys, d_values, d_base,
+        None if log_balance is None else d_rho2, d_final, d_initial, weights=read_mean, factors=slack, d_odds=d_odds,
+    )  # fmt: skip
+    d_write, d_forget, d_norm = lognorm.backward(
+        log_write, log_forget, log_z, norms, d_log_z, cu_seqlens, d_initial, terms
+    )  # fmt: skip
+    dk, dv = sum_group(dk, k.shape[2]), sum_group(dv, v.shape[2])
+    return dk, dv, d_write, d_forget, d_exponent, d_moved, d_balance, d_read, d_means, d_norm
+
+
+@centred_bwd.register_fake
+def _(
+    k, v, log_write, log_forget, log_exponent, log_erase, log_balance, read_mean, initial_log_z, cu_seqlens, saved,
+    d_keys, d_values, d_base, d_decay, d_erase, d_gain, d_log_z, d_final, d_initial,
+):  # fmt: skip
+    new = d_gain.new_empty
+    scalars, heads = tuple(log_write.shape), log_write.shape[2]
+    sequences = log_write.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return (
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        *(new(scalars) for _ in range(4)),
+        new(heads if log_balance is not None else 0),
+        new(heads if read_mean is not None and d_base is not None else 0),
+        new((sequences, heads, k.shape[-1] + v.shape[-1]) if d_initial else 0),
+        new((sequences, heads) if d_initial else 0),
+    )
+
+
+def _save_centred(ctx, inputs, output):
+    *tensors, read_mean, add_to, initial_means, initial_log_z, cu_seqlens = inputs
+    keys, values, _, _, _, _, log_z, final, *rest = output
+    ctx.mark_non_differentiable(*rest)
+    ctx.save_for_backward(*tensors, read_mean, initial_log_z, cu_seqlens, keys, values, log_z, final, *rest)
+    ctx.set_materialize_grads(False)
+    ctx.types = [None if x is None else x.dtype for x in (add_to, initial_means)]
+
+
+def _differentiate_centred(ctx, d_keys, d_values, d_base, d_decay, d_erase, d_gain, d_log_z, d_final, *_):
+    k, v, write, forget, exponent, erase, balance, read_mean, initial_log_z, cu, *saved = ctx.saved_tensors
+    add_type, means_type = ctx.types
+    d_initial = means_type is not None and (ctx.needs_input_grad[9] or ctx.needs_input_grad[10])
+    zero = saved[2].new_zeros(write.shape, dtype=saved[5].dtype).mT
+    d_decay, d_gain = (zero if d is None else d for d in (d_decay, d_gain))
+    d_erase = None if balance is None else zero if d_erase is None else d_erase
+    dk, dv, d_write, d_forget, d_exponent, d_moved, d_balance, d_read, d_means, d_norm = centred_bwd(
+        k, v, write, forget, exponent, erase, balance, read_mean, initial_log_z, cu, saved, d_keys, d_values,
+        None if read_mean is None else d_base, d_decay, d_erase, d_gain, d_log_z, d_final, d_initial,
+    )  # fmt: skip
+    return (
+        dk,
+        dv,
+        d_write.to(write.dtype),
+        d_forget.to(forget.dtype),
+        d_exponent.to(exponent.dtype),
+        d_moved.to(erase.dtype),
+        None if balance is None else d_balance.to(balance.dtype),
+        None if read_mean is None or d_base is None else d_read.to(read_mean.dtype),
+        None if add_type is None or d_base is None else d_base.to(add_type),
+        d_means.to(means_type) if d_initial else None,
+        d_norm.to(initial_log_z.dtype) if d_initial and initial_log_z is not None else None,
+        None,
+    )
+
+
+centred_fwd.register_autograd(_differentiate_centred, setup_context=_save_centred)
 
 
 @torch.library.custom_op("linearize_kernels::mesa_fwd", mutates_args=())
@@ -400,75 +541,3 @@ def _(
     value_mean, log_z, scale_write, scale_forget, read_scales, scale_mean, scale_log_z,
 ):  # fmt: skip
     return q.new_empty(*log_write.shape, v.shape[-1])
-
-
-@torch.library.custom_op("linearize_kernels::gates_fwd", mutates_args=())
-def gates_fwd(
-    log_write: Tensor, log_forget: Tensor, log_z: Tensor, initial: Tensor | None, log_exponent: Tensor,
-    log_erase: Tensor, log_balance: Tensor | None, rho2: Tensor | None, cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return gates.forward(
-        log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens
-    )  # fmt: skip
-
-
-@gates_fwd.register_fake
-def _(log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens):
-    new = log_z.new_empty
-    return new(log_z.shape), new(log_z.shape if log_balance is not None else 0), new(log_z.shape)
-
-
-@torch.library.custom_op("linearize_kernels::gates_bwd", mutates_args=())
-def gates_bwd(
-    log_write: Tensor, log_forget: Tensor, log_z: Tensor, initial: Tensor | None, log_exponent: Tensor,
-    log_erase: Tensor, log_balance: Tensor | None, rho2: Tensor | None, cu_seqlens: Tensor | None, d_decay: Tensor,
-    d_erase: Tensor | None, d_gain: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return gates.backward(
-        log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens,
-        d_decay.contiguous(), None if d_erase is None else d_erase.contiguous(), d_gain.contiguous(),
-    )  # fmt: skip
-
-
-@gates_bwd.register_fake
-def _(
-    log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens, d_decay, d_erase,
-    d_gain,
-):  # fmt: skip
-    new, full = d_gain.new_empty, log_z.shape
-    return (
-        *(new(full) for _ in range(4)),
-        new(full if log_balance is not None else 0),
-        new(full[2] if log_balance is not None else 0),
-        new(initial.shape if initial is not None else 0),
-    )
-
-
-def _save_gates(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_gates(ctx, d_decay, d_erase, d_gain):
-    log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens = ctx.saved_tensors
-    zero = torch.zeros_like(log_z)
-    d_decay, d_gain = (zero if d is None else d for d in (d_decay, d_gain))
-    d_erase = None if log_balance is None else zero if d_erase is None else d_erase
-    d_x, d_norm, d_exponent, d_moved, d_rho2, d_balance, d_initial = gates_bwd(
-        log_write, log_forget, log_z, initial, log_exponent, log_erase, log_balance, rho2, cu_seqlens,
-        d_decay, d_erase, d_gain,
-    )  # fmt: skip
-    return (
-        d_x.to(log_write.dtype),
-        -d_x.to(log_forget.dtype),
-        d_norm,
-        None if initial is None else d_initial.to(initial.dtype),
-        d_exponent.to(log_exponent.dtype),
-        d_moved.to(log_erase.dtype),
-        None if log_balance is None else d_balance.to(log_balance.dtype),
-        None if rho2 is None or log_balance is None else d_rho2.to(rho2.dtype),
-        None,
-    )
-
-
-gates_fwd.register_autograd(_differentiate_gates, setup_context=_save_gates)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import centring, delta, grads, reference, ridge
+from . import delta, reference, ridge
 from .common import CHUNK
 from .conjugate import recurrent_mesa
 
@@ -110,58 +110,6 @@ def measure(
     for name, first, second, true in zip(names, *runs, want, strict=True):
         if true is None:
             continue
-        error = ((first.double() - true).square().mean() / true.square().mean()).sqrt()
-        errors[name] = float(error) if torch.equal(first, second) and torch.isfinite(error) else float("inf")
-    return errors
-
-
-def measure_means(dim: int, dtype: torch.dtype, device, warps: int | None) -> dict[str, float]:
-    """As `measure`, for the running means: centred keys and lengths, centred values and means, and all gradients."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    make = torch.Generator().manual_seed(9)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=make)
-
-    x = (normal(1, 200, 1, dim) + 3).to(device, dtype)
-    write = 2 * normal(1, 200, 2)
-    write[:, ::7] = -torch.inf
-    write = write.to(device)
-    forget = -torch.nn.functional.softplus(normal(1, 200, 2)).to(device) * torch.tensor([0.02, 3.0], device=device)
-    norm = reference.chunk_log_norm(write, forget)
-    exact = [t.double().requires_grad_() for t in (x, write, forget, norm)]
-    kd, vd, vbar, rho2, (_, final) = reference.chunk_centre(exact[0], *exact)
-    outputs = {"o kd": kd, "o rho2": rho2, "o vd": vd, "o vbar": vbar, "final": final}
-    weights = {name: normal(*t.shape).to(device) for name, t in outputs.items()}
-    halves = []
-    for names in (("o kd", "o rho2"), ("o vd", "o vbar", "final")):
-        total = sum(
-            (outputs[name] * weights[name].to(dtype if "o " in name else torch.float32)).sum() for name in names
-        )
-        halves.append(torch.autograd.grad(total, exact, retain_graph=True))
-    want = [t.detach() for t in outputs.values()] + [slope for half in halves for slope in half]
-    runs = []
-    for _ in range(2):
-        run = {}
-        for mean in (False, True):
-            kd, vbar, rho2, final, entering, totals, seen = centring.forward(
-                x, write, forget, norm, None, None, True, mean, warps
-            )
-            slope, kind = (weights["o vd"], "v") if mean else (weights["o kd"], "k")
-            dx, logs, _ = centring.backward(
-                x, write, forget, norm, None, kd, entering, totals, seen, slope.to(dtype),
-                weights["o vbar"].to(dtype) if mean else None, None if mean else weights["o rho2"].to(dtype),
-                weights["final"] if mean else None, False, warps,
-            )  # fmt: skip
-            run |= {"o vd": kd, "o vbar": vbar, "final": final} if mean else {"o kd": kd, "o rho2": rho2}
-            run |= {f"dk {kind}": grads.sum_group(dx, 1)}
-            run |= {f"{name} {kind}": log for name, log in zip(("dwrite", "dforget", "dnorm"), logs, strict=True)}
-        runs.append(run)
-    order = [*outputs, *(f"{n} {kind}" for kind in "kv" for n in ("dk", "dwrite", "dforget", "dnorm"))]
-    errors = {}
-    for name, true in zip(order, want, strict=True):
-        first, second = runs[0][name], runs[1][name]
         error = ((first.double() - true).square().mean() / true.square().mean()).sqrt()
         errors[name] = float(error) if torch.equal(first, second) and torch.isfinite(error) else float("inf")
     return errors
@@ -270,11 +218,6 @@ def warps_for(
     case, length = (key_dim, value_dim, dtype, erase), CHUNK * pieces
     place = (*case, "pieces") if pieces else case
     return _checked(place, dtype, device, lambda warps: measure(*case, device, warps, length))
-
-
-def mean_warps_for(dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
-    """`warps_for` of the running means."""
-    return _checked((dim, dtype), dtype, device, lambda warps: measure_means(dim, dtype, device, warps))
 
 
 def mesa_warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> int | None:

@@ -1,11 +1,16 @@
 """M1 and M2: running means at chunk borders, forwards, and their cotangents, backwards.
 
-Inside a chunk entered with mean m0 the mean after token t is m0 + sum_s P(t,s) (x_s - m0), where
+With the share b_t = exp(lw_t - lZ_t) of a token the mean moves by b_t (x_t - mean), so a chunk acts on the mean that
+enters it as
 
-    P(t,s) = exp((L_t - lZ_t) + (lw_s - L_s)) for s <= t,   L = in-chunk sum of log_forget
+    mean <- (1 - total) mean + sum_s p_s x_s,   p_s = b_s prod_{u > s} (1 - b_u),   total = sum_s p_s
 
-so a chunk acts on the mean through p = P(last,:) alone. A sequence of which nothing was written yet has no mean; its
-chunk is centred on its first written row instead, which is exact, and keeps a large common mean out of the products.
+and backwards, given dc (cotangent of the centred rows) and dm (of the means after each token), on the cotangent of the
+mean that leaves it as
+
+    slope <- (1 - total) slope + sum_t (1 - b_t) A_t dm_t - A_t dc_t,   A_t = prod_{u < t} (1 - b_u)
+
+Keys and values lie side by side, [.., K + V], in everything that has no tokens. Shares are [B,H,T].
 """
 
 from __future__ import annotations
@@ -15,37 +20,70 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import CHUNK, LOG2E, Chunks, accumulator, locate_chunk, locate_sequence, strides
+from .common import CHUNK, Chunks, locate_chunk, locate_sequence
+from .lognorm import NONE, WARPS, follow, head_block, heads_tile, share_left
 
 
 @triton.jit
-def load_logs(log_write, log_forget, log_z, row, real, w_token, f_token, z_token, ACC: tl.constexpr):
-    """Write, forget (times log2 e) and normaliser of a chunk; tail rows write nothing and forget nothing."""
-    write = tl.load(log_write + row * w_token, mask=real, other=float("-inf")).to(ACC)
-    forget = tl.load(log_forget + row * f_token, mask=real, other=0.0).to(ACC) * LOG2E
-    norm = tl.load(log_z + row * z_token, mask=real, other=float("-inf")).to(ACC)
-    return write, forget, norm
+def sequence_start(chunk, first, table, cu_seqlens, NT, VARLEN: tl.constexpr):
+    """(number of the sequence of a chunk, whether the chunk is its first one)."""
+    if VARLEN:
+        sequence = tl.load(table + 2 * chunk)
+        return sequence, first == tl.load(cu_seqlens + tl.maximum(sequence, 0)).to(tl.int64)
+    else:
+        return chunk // NT, chunk % NT == 0
 
 
 @triton.jit
-def last_weights(write, forget, log_z, count, row, z_token, ACC: tl.constexpr):
-    """p_s = P(last,s)."""
-    after = tl.sum(tl.where(row[None, :] > row[:, None], forget[None, :], 0.0), axis=1)
-    norm = tl.load(log_z + (count - 1) * z_token + row * 0).to(ACC)
-    keep = (write > float("-inf")) & (norm > float("-inf"))
-    return tl.exp2(tl.where(keep, after + (write - norm) * LOG2E, float("-inf")))
+def unseen_rows(write, entered, row, tile, count, C: tl.constexpr):
+    """How many rows at the head of a chunk precede or are the first written token of a sequence, per head."""
+    first = tl.min(tl.where((write > NONE) & tile, row[:, None], C), axis=0)
+    return tl.where(entered, 0, tl.minimum(first + 1, count))
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "x_group"])
-def sums_kernel(
-    x, log_write, log_forget, log_z, sums, totals, firsts, table, cu_seqlens,
-    T, NT, H, x_group,
-    x_batch, x_token, x_head, w_batch, w_token, w_head, f_batch, f_token, f_head, z_batch, z_token, z_head,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "NT", "H"])
+def shares_kernel(
+    log_write, log_z, shares, skips, table, cu_seqlens,
+    T, NT, H, w_batch, w_token, w_head, z_batch, z_token, z_head,
+    C: tl.constexpr, BH: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(D, BD)
-    tile = tl.program_id(0) % tiles
-    line = tl.program_id(0) // tiles
+    line = tl.program_id(0)
+    chunk = line // tl.cdiv(H, BH)
+    batch, first, count = locate_chunk(chunk, table, cu_seqlens, T, NT, C, VARLEN)
+    if count == 0:
+        return
+    first = tl.cast(first, tl.int64)
+    _, opening = sequence_start(chunk, first, table, cu_seqlens, NT, VARLEN)
+    row = tl.arange(0, C)
+    head, tile = heads_tile(line, count, H, row, BH)
+    log_write += batch * w_batch + first * w_token
+    log_z += batch * z_batch + first * z_token
+    write = tl.load(log_write + row[:, None] * w_token + head[None, :] * w_head, mask=tile, other=NONE).to(ACC)
+    norm = tl.load(log_z + row[:, None] * z_token + head[None, :] * z_head, mask=tile, other=NONE).to(ACC)
+    place = (batch * H + head[None, :]) * T + first + row[:, None]
+    tl.store(shares + place, share_left(norm, write), mask=tile)
+    before = tl.load(log_z + head * z_head - z_token, mask=(head < H) & (opening == 0), other=NONE).to(ACC)
+    entered = (opening & INITIAL) | (before > NONE)
+    tl.store(skips + chunk * H + head, unseen_rows(write, entered, row, tile, count, C), mask=head < H)
+
+
+@triton.jit
+def weighted_rows(x, weights, row, real, token, D: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr):
+    """sum_s weights_s x_s."""
+    column = tl.arange(0, BD)
+    mask = real[:, None] & (column < D)[None, :]
+    rows = tl.load(x + row[:, None] * token + column[None, :], mask=mask, other=0.0).to(ACC)
+    return tl.sum(weights[:, None] * rows, axis=0)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "k_group", "v_group"])
+def sums_kernel(
+    k, v, shares, sums, totals, table, cu_seqlens,
+    T, NT, H, k_group, v_group, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0)
     chunk = line // H
     head = line % H
     batch, first, count = locate_chunk(chunk, table, cu_seqlens, T, NT, C, VARLEN)
@@ -53,33 +91,71 @@ def sums_kernel(
         return
     first = tl.cast(first, tl.int64)
     row = tl.arange(0, C)
-    column = tile * BD + tl.arange(0, BD)
     real = row < count
-    log_z += batch * z_batch + first * z_token + head * z_head
-    write, forget, norm = load_logs(
-        log_write + batch * w_batch + first * w_token + head * w_head,
-        log_forget + batch * f_batch + first * f_token + head * f_head,
-        log_z, row, real, w_token, f_token, z_token, ACC,
-    )  # fmt: skip
-    p = last_weights(write, forget, log_z, count, row, z_token, ACC)
-    x += batch * x_batch + first * x_token + tl.cast(head // x_group, tl.int64) * x_head
-    rows = tl.load(
-        x + row[:, None] * x_token + column[None, :], mask=real[:, None] & (column < D)[None, :], other=0.0
-    ).to(ACC)
+    shares += (batch * H + head) * T + first
+    following = tl.load(shares + row + 1, mask=row + 1 < count, other=0.0)
+    p = tl.load(shares + row, mask=real, other=0.0) * tl.cumprod(1.0 - following, axis=0, reverse=True)
     place = tl.cast(line, tl.int64)
-    tl.store(sums + place * D + column, tl.sum(p[:, None] * rows, axis=0), mask=column < D)
-    if tile == 0:
-        tl.store(totals + place, tl.sum(p, axis=0))
-        tl.store(firsts + place, tl.min(tl.where(write > float("-inf"), row, C), axis=0))
+    tl.store(totals + place, tl.sum(p, axis=0))
+    sums += place * (K + V)
+    if K > 0:
+        k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
+        gained = weighted_rows(k, p, row, real, k_token, K, BK, ACC)
+        tl.store(sums + tl.arange(0, BK), gained, mask=tl.arange(0, BK) < K)
+    v += batch * v_batch + first * v_token + tl.cast(head // v_group, tl.int64) * v_head
+    values = weighted_rows(v, p, row, real, v_token, V, BV, ACC)
+    tl.store(sums + K + tl.arange(0, BV), values, mask=tl.arange(0, BV) < V)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "x_group"])
-def means_kernel(
-    x, sums, totals, firsts, initial, entering, seen, final, offsets, cu_seqlens,
-    T, NT, H, x_group,
-    x_batch, x_token, x_head,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "NT", "H"])
+def slopes_kernel(
+    d_keys, keys, d_lengths, d_values, d_means, weights, shares, skips, local, table, cu_seqlens,
+    T, NT, H,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LENGTHS: tl.constexpr,
+    VALUES: tl.constexpr, MEANS: tl.constexpr, READ: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    line = tl.program_id(0)
+    chunk = line // H
+    head = line % H
+    batch, first, count = locate_chunk(chunk, table, cu_seqlens, T, NT, C, VARLEN)
+    if count == 0:
+        return
+    first = tl.cast(first, tl.int64)
+    row = tl.arange(0, C)
+    real = row < count
+    scalars = (batch * H + head) * T + first
+    place = tl.cast(line, tl.int64)
+    at = (batch * T + first) * H + head
+    earlier = tl.load(shares + scalars + row - 1, mask=real & (row > 0), other=0.0)
+    reach = tl.cumprod(1.0 - earlier, axis=0)
+    # Rows that are shown as zeros, because nothing was seen before them, have no cotangent.
+    shown = tl.where(row >= tl.load(skips + place), -reach, 0.0)
+    local += place * (K + V)
+    if K > 0:
+        keyed = weighted_rows(d_keys + at * K, shown, row, real, H * K, K, BK, ACC)
+        if LENGTHS:
+            twice = 2.0 * tl.load(d_lengths + scalars + row, mask=real, other=0.0)
+            keyed += weighted_rows(keys + at * K, shown * twice, row, real, H * K, K, BK, ACC)
+        tl.store(local + tl.arange(0, BK), keyed, mask=tl.arange(0, BK) < K)
+    gained = tl.zeros([BV], dtype=ACC)
+    if VALUES:
+        gained += weighted_rows(d_values + at * V, shown, row, real, H * V, V, BV, ACC)
+    if MEANS:
+        kept = reach * (1.0 - tl.load(shares + scalars + row, mask=real, other=0.0))
+        if READ:
+            kept *= tl.load(weights + head).to(ACC)
+        gained += weighted_rows(d_means + at * V, kept, row, real, H * V, V, BV, ACC)
+    tl.store(local + K + tl.arange(0, BV), gained, mask=tl.arange(0, BV) < V)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H"])
+def carry_means_kernel(
+    sums, totals, initial, entering, final, offsets, cu_seqlens,
+    T, NT, H,
+    D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, INITIAL: tl.constexpr,
+    FINAL: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """What enters each chunk: means, from the first chunk on, or with REVERSE cotangents, from the last one on."""
     tiles = tl.cdiv(D, BD)
     tile = tl.program_id(0) % tiles
     line = tl.program_id(0) // tiles
@@ -88,101 +164,64 @@ def means_kernel(
     column = tile * BD + tl.arange(0, BD)
     inside = column < D
     batch, start, end, chunk = locate_sequence(sequence, offsets, cu_seqlens, T, NT, C, VARLEN)
-    x += batch * x_batch + tl.cast(start, tl.int64) * x_token + tl.cast(head // x_group, tl.int64) * x_head
-    place = tl.cast(chunk, tl.int64) * H + head
+    count = (end - start + C - 1) // C
+    row = tl.arange(0, BLOCK)
     if INITIAL:
         mean = tl.load(initial + tl.cast(line, tl.int64) * D + column, mask=inside, other=0.0).to(ACC)
     else:
         mean = tl.zeros([BD], dtype=ACC)
-    known = 1 if INITIAL else 0
-    for _ in range(start, end, C):
-        first = tl.load(firsts + place)
-        total = tl.load(totals + place)
-        gained = tl.load(sums + place * D + column, mask=inside, other=0.0)
-        starts = (known == 0) & (first < C)
-        row = tl.load(x + first * x_token + column, mask=inside & starts, other=0.0).to(ACC)
-        mean = tl.where(starts, row, mean)
-        tl.store(entering + place * D + column, mean, mask=inside)
-        if tile == 0:
-            tl.store(seen + place, known)
-        mean += gained - total * mean
-        known = tl.where(first < C, 1, known)
-        place += H
-        x += C * x_token
-    tl.store(final + tl.cast(line, tl.int64) * D + column, mean, mask=inside)
+    step = -H if REVERSE else H
+    origin = tl.cast(chunk + (count - 1 if REVERSE else 0), tl.int64) * H + head
+    if count > 0:
+        tl.store(entering + origin * D + column, mean, mask=inside)
+    for block in range(0, count, BLOCK):
+        real = block + row < count
+        place = origin + (block + row) * step
+        mask = real[:, None] & inside[None, :]
+        kept = tl.broadcast_to(1.0 - tl.load(totals + place, mask=real, other=0.0)[:, None], [BLOCK, BD])
+        gained = tl.load(sums + place[:, None] * D + column[None, :], mask=mask, other=0.0)
+        kept, gained = tl.associative_scan((kept, gained), 0, follow)
+        means = gained + kept * mean[None, :]
+        more = mask & (block + row + 1 < count)[:, None]
+        tl.store(entering + (place + step)[:, None] * D + column[None, :], means, mask=more)
+        mean = tl.sum(tl.where((row == BLOCK - 1)[:, None], means, 0.0), axis=0)
+    if FINAL:
+        tl.store(final + tl.cast(line, tl.int64) * D + column, mean, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H"])
-def reverse_means_kernel(
-    local, totals, d_final, leaving, d_initial, offsets, cu_seqlens,
-    T, NT, H,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, D_FINAL: tl.constexpr, D_INITIAL: tl.constexpr,
-    VARLEN: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    tiles = tl.cdiv(D, BD)
-    tile = tl.program_id(0) % tiles
-    line = tl.program_id(0) // tiles
-    sequence = line // H
-    head = line % H
-    column = tile * BD + tl.arange(0, BD)
-    inside = column < D
-    batch, start, end, chunk = locate_sequence(sequence, offsets, cu_seqlens, T, NT, C, VARLEN)
-    if D_FINAL:
-        slope = tl.load(d_final + tl.cast(line, tl.int64) * D + column, mask=inside, other=0.0).to(ACC)
-    else:
-        slope = tl.zeros([BD], dtype=ACC)
-    place = (tl.cast(chunk, tl.int64) + (end - start + C - 1) // C - 1) * H + head
-    for _ in range(start, end, C):
-        tl.store(leaving + place * D + column, slope, mask=inside)
-        total = tl.load(totals + place)
-        slope += tl.load(local + place * D + column, mask=inside, other=0.0) - total * slope
-        place -= H
-    if D_INITIAL:
-        tl.store(d_initial + tl.cast(line, tl.int64) * D + column, slope, mask=inside)
+# Chunks and columns of one step of the scan over chunks, and its warps.
+CARRY = (32, 32, 4)
 
 
-def dim_tile(dim: int, largest: int = 64) -> int:
-    """Width of the tiles of a row of `dim` numbers."""
-    return min(largest, max(16, triton.next_power_of_2(dim)))
-
-
-def borders(
-    x: Tensor, log_write: Tensor, log_forget: Tensor, log_z: Tensor, chunks: Chunks, initial: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(means entering the chunks [chunks,H,D], totals of p [chunks,H], seen flags [chunks,H], final means [S,H,D])."""
-    heads, dim = log_write.shape[2], x.shape[-1]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    sums, entering = (torch.empty(chunks.count, heads, dim, dtype=wide, device=x.device) for _ in range(2))
-    totals = sums.new_empty(chunks.count, heads)
-    firsts, seen = (torch.empty(chunks.count, heads, dtype=torch.int32, device=x.device) for _ in range(2))
-    final = sums.new_empty(chunks.sequences, heads, dim)
-    shared = {"D": dim, "C": CHUNK, "VARLEN": chunks.packed, "ACC": accumulator(x.dtype)}
-    size = chunks.tokens, chunks.per_row, heads, heads // x.shape[2]
-    tile = dim_tile(dim, 128)
-    sums_kernel[(chunks.count * heads * triton.cdiv(dim, tile),)](
-        x, log_write, log_forget, log_z, sums, totals, firsts, chunks.table, chunks.cu_seqlens,
-        *size, *strides(x), *strides(log_write), *strides(log_forget), *strides(log_z),
-        BD=tile, num_warps=4, num_stages=1, **shared,
+def share(log_write: Tensor, log_z: Tensor, chunks: Chunks, initial: bool) -> tuple[Tensor, Tensor]:
+    """(shares [B,H,T], rows of each chunk that nothing was seen before [chunks,H])."""
+    batch, tokens, heads = log_write.shape
+    wide = torch.float64 if log_write.dtype == torch.float64 else torch.float32
+    shares = log_write.new_empty(batch, heads, tokens, dtype=wide)
+    skips = log_write.new_empty(chunks.count, heads, dtype=torch.int32)
+    block = head_block(heads)
+    shares_kernel[(chunks.count * triton.cdiv(heads, block),)](
+        log_write, log_z, shares, skips, chunks.table, chunks.cu_seqlens, tokens, chunks.per_row, heads,
+        *log_write.stride(), *log_z.stride(),
+        C=CHUNK, BH=block, INITIAL=initial, VARLEN=chunks.packed,
+        ACC=tl.float64 if wide == torch.float64 else tl.float32, num_warps=WARPS,
     )  # fmt: skip
-    means_kernel[(chunks.sequences * heads * triton.cdiv(dim, tile),)](
-        x, sums, totals, firsts, initial, entering, seen, final, chunks.offsets, chunks.cu_seqlens,
-        *size, *strides(x), BD=tile, INITIAL=initial is not None, num_warps=1, num_stages=1, **shared,
-    )  # fmt: skip
-    return entering, totals, seen, final
+    return shares, skips
 
 
-def reverse_borders(
-    local: Tensor, totals: Tensor, chunks: Chunks, d_final: Tensor | None, d_initial: bool
+def carry(
+    sums: Tensor, totals: Tensor, chunks: Chunks, initial: Tensor | None, *, final: bool, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of the means leaving the chunks [chunks,H,D], and of the initial means [S,H,D] or empty."""
-    _, heads, dim = local.shape
-    leaving = torch.empty_like(local)
-    first = local.new_empty((chunks.sequences, heads, dim) if d_initial else 0)
-    tile = dim_tile(dim, 128)
-    reverse_means_kernel[(chunks.sequences * heads * triton.cdiv(dim, tile),)](
-        local, totals, d_final, leaving, first, chunks.offsets, chunks.cu_seqlens,
+    """(what enters each chunk, [chunks,H,D], and what leaves the last one [S,H,D] or empty)."""
+    _, heads, dim = sums.shape
+    entering = torch.empty_like(sums)
+    last = sums.new_empty((chunks.sequences, heads, dim) if final else 0)
+    block, widest, warps = CARRY
+    tile = min(widest, triton.next_power_of_2(dim))
+    carry_means_kernel[(chunks.sequences * heads * triton.cdiv(dim, tile),)](
+        sums, totals, initial, entering, last, chunks.offsets, chunks.cu_seqlens,
         chunks.tokens, chunks.per_row, heads,
-        D=dim, BD=tile, C=CHUNK, D_FINAL=d_final is not None, D_INITIAL=d_initial, VARLEN=chunks.packed,
-        ACC=accumulator(local.dtype), num_warps=1, num_stages=1,
+        D=dim, BD=tile, BLOCK=block, C=CHUNK, INITIAL=initial is not None, FINAL=final, REVERSE=reverse,
+        VARLEN=chunks.packed, ACC=tl.float64 if sums.dtype == torch.float64 else tl.float32, num_warps=warps,
     )  # fmt: skip
-    return leaving, first
+    return entering, last

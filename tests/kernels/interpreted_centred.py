@@ -30,12 +30,11 @@ def test_float32():
 
 def test_tiny_shares_keep_their_digits():
     """log(1 - b) of b = 1e-8 in float32, where 1 - b is 1."""
-    from linearize_kernels import reference
-    from linearize_kernels.ops import gates_fwd
+    from linearize_kernels import gates, reference
 
     write = torch.linspace(-20.0, 20.0, 64)[None, :, None].expand(1, 64, 1).contiguous()
     zero = torch.zeros_like(write)
-    decay, _, _ = gates_fwd(write, zero, zero, zero[:, 0], zero, zero, None, None, None)
+    decay = gates.forward(write, zero, zero, zero[:, 0], zero, zero, False, None)[0].mT
     want, _, _ = reference.centred_gates(*(t.double() for t in (write, zero, zero, zero[:, 0], zero, zero)), None, None)
     assert float(((decay - want) / want).abs().max()) < 1e-6
 
@@ -86,17 +85,16 @@ def test_mesa_steps(cached, width):
 
 
 def test_the_operators_are_registered_soundly():
-    from linearize_kernels.ops import centred_step, gates_fwd, mesa_step
+    from linearize_kernels.ops import centred_fwd, centred_step, mesa_step
 
     x = inputs(3, dims=(16, 16), dtype=torch.float32)
     x["log_write"] = x["log_write"].clamp(min=-3)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    norm, rho2 = torch.randn(1, 3, 2), torch.rand(1, 3, 2)
-    leaves = [
-        t.requires_grad_()
-        for t in (*(x[n] for n in NAMES[3:5]), norm, x["log_z"].clone(), *(x[n] for n in NAMES[5:8]), rho2)
-    ]
-    torch.library.opcheck(gates_fwd, (*leaves, None), test_utils=tests)
+    means = torch.cat([x["key_mean"], x["value_mean"]], -1)
+    leaves = [t.requires_grad_() for t in (*(x[n] for n in NAMES[1:]), means, x["log_z"].clone())]
+    torch.library.opcheck(centred_fwd, (*leaves, None), test_utils=tests)
+    alone = [*leaves[:6], None, None, None, None, None, torch.tensor([0, 1, 3], dtype=torch.int32)]
+    torch.library.opcheck(centred_fwd, tuple(alone), test_utils=tests[:3])
     flat = {n: t.detach() for n, t in x.items()}
     call = [flat[n] for n in NAMES[:9]] + [flat["add_to"], 0.6] + [flat[n] for n in STATES] + [None] * 5
     torch.library.opcheck(centred_step, tuple(call), test_utils=("test_schema", "test_faketensor"))

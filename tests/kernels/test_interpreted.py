@@ -266,7 +266,7 @@ else:
         assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
     def test_operators_are_registered_soundly():
-        from linearize_kernels.ops import delta_fwd, delta_step, log_norm_fwd, mean_fwd
+        from linearize_kernels.ops import centre_fwd, delta_fwd, delta_step, log_norm_fwd
 
         x = inputs(5, (32, 32), torch.float32)
         leaves = [x[name].requires_grad_() for name in NAMES[:7]]
@@ -278,11 +278,12 @@ else:
         flat = [t.detach() for t in leaves]
         step = (*flat[:6], 0.3, flat[6], None)
         torch.library.opcheck(delta_step, step, test_utils=("test_schema", "test_faketensor"))
-        k, _, write, forget, kbar, _, log_z = (t.requires_grad_() for t in statistics(5, (16, 16), torch.float32))
+        k, v, write, forget, *means, log_z = (t.requires_grad_() for t in statistics(5, (16, 16), torch.float32))
         torch.library.opcheck(log_norm_fwd, (write, forget, log_z, None), test_utils=tests)
         norm = log_norm(write, forget, initial_log_z=log_z).detach().requires_grad_()
-        for mean in (False, True):
-            torch.library.opcheck(mean_fwd, (k, write, forget, norm, kbar, None, True, mean), test_utils=tests)
+        both = torch.cat(means, -1).detach().requires_grad_()
+        for keys, start in ((k, both), (None, means[1])):
+            torch.library.opcheck(centre_fwd, (keys, v, write, norm, start, None), test_utils=tests)
 
     def test_a_compiled_mixer_has_no_graph_break():
         def mixer(q, k, v, decay, beta, write, forget):
@@ -311,7 +312,6 @@ else:
         from linearize_kernels import selfcheck
 
         cpu = torch.device("cpu")
-        assert selfcheck.passes(selfcheck.measure_means(32, torch.float32, cpu, None), torch.float32)
         errors = selfcheck.measure(32, 32, torch.float32, True, cpu, None)
         assert selfcheck.passes(errors, torch.float32)
         assert not selfcheck.passes({**errors, "dbeta": 1e-3}, torch.float32)
