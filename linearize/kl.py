@@ -2,6 +2,7 @@
 
 The logits of a whole batch, [tokens, vocabulary], never exist: each chunk's are made from hidden states by the model's
 own head, compared, and turned into gradients of the hidden states and of the head's weights before the next chunk.
+Where kernels run, a chunk's logits are read in the head's number format and its gradient takes their place.
 """
 
 import copy
@@ -10,11 +11,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
+from linearize_kernels import kl_divergence_, top_kl_divergence_
+from linearize_kernels.api import uses_kernels
+from linearize_kernels.reference import log_probabilities
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 CHUNK = 2**25  # logits at a time: 128 MB in fp32, of which the comparison holds about five
+KERNEL_CHUNK = 2**28  # with kernels, which hold no more than both models' logits: 512 MB each in 16 bits
+TILE = 256  # tokens: with kernels, chunks are whole tiles of the matrix products
 
 
 class _Given(nn.Module):
@@ -39,7 +44,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [n, d], what leaves the base model (after its final norm) -> logits [n, vocabulary]."""
-        return self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return self._model(inputs_embeds=hidden[None], use_cache=False).logits.squeeze(0)
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self._model.parameters() if p.requires_grad]
@@ -48,10 +53,10 @@ class Head:
 class Target(Protocol):
     """The teacher's distribution for every token of a batch."""
 
-    def compare(self, part: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """log_q [n, V], the student's log probabilities for these tokens -> (KL [n], q - p~ [n, V]).
+    def compare(self, part: slice, logits: Tensor, temperature: float, scale: float, gradient: bool) -> Tensor:
+        """logits [n, V], the student's for these tokens -> KL [n] at the temperature.
 
-        q - p~ is the KL's gradient with respect to the student's logits.
+        With `gradient`, `scale` times that of the KL's sum with respect to the logits is written over them.
         """
 
 
@@ -67,10 +72,10 @@ class FullTarget:
         with torch.no_grad():
             return log_probabilities(self.head(self.hidden[part]), self.temperature)
 
-    def compare(self, part: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = self.log_p(part).to(log_q.dtype)
-        p = log_p.exp()
-        return (p * (log_p - log_q)).sum(-1), log_q.exp().sub_(p)
+    def compare(self, part: slice, logits: Tensor, temperature: float, scale: float, gradient: bool) -> Tensor:
+        with torch.no_grad():
+            theirs = self.head(self.hidden[part])
+        return kl_divergence_(logits, theirs, temperature=temperature, scale=scale, gradient=gradient)
 
 
 @dataclass
@@ -101,22 +106,9 @@ class TopTarget:
             kept.append(torch.cat([top, rest], -1))
         return cls(torch.cat(ids), torch.cat(kept))
 
-    def compare(self, part: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        ids, log_p = self.ids[part].long(), self.log_p[part].to(log_q.dtype)
-        top = log_q.gather(-1, ids)
-        rest = log_q.scatter(-1, ids, float("-inf")).logsumexp(-1, keepdim=True)
-        p = log_p.exp()
-        kl = (p * (log_p - torch.cat([top, rest], -1))).sum(-1)
-        q = log_q.exp()
-        # A tail token's q_v P / Q, in one exponential: P / Q alone may be beyond the number format.
-        gradient = q - (log_q - rest + log_p[:, -1:]).exp()
-        return kl, gradient.scatter_(-1, ids, top.exp() - p[:, :-1])
-
-
-def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """Log softmax at a temperature, in fp32 or, for fp64 logits, fp64."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    def compare(self, part: slice, logits: Tensor, temperature: float, scale: float, gradient: bool) -> Tensor:
+        ids, log_p = self.ids[part], self.log_p[part]
+        return top_kl_divergence_(logits, ids, log_p, temperature=temperature, scale=scale, gradient=gradient)
 
 
 def chunks(tokens: int, vocabulary: int, size: int = CHUNK) -> Iterator[slice]:
@@ -126,31 +118,52 @@ def chunks(tokens: int, vocabulary: int, size: int = CHUNK) -> Iterator[slice]:
         yield slice(start, min(start + step, tokens))
 
 
+def chunk_size(hidden: Tensor, vocabulary: int) -> int:
+    """Logits at a time for these hidden states [N, d]; with kernels, equal chunks as near as tiles allow."""
+    if not uses_kernels(hidden):
+        return CHUNK
+    parts = -(-len(hidden) * vocabulary // max(KERNEL_CHUNK, TILE * vocabulary))
+    return -(-len(hidden) // (parts * TILE)) * TILE * vocabulary
+
+
+def _logits(head: Head, piece: Tensor) -> tuple[Tensor, Tensor]:
+    """(the head's logits, the same to be overwritten): a copy only where the gradient of the head needs them itself."""
+    kept = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = head(piece)
+    buffer = logits.detach()
+    needed = buffer.untyped_storage().data_ptr() in kept or not buffer.is_contiguous()
+    return logits, buffer.clone(memory_format=torch.contiguous_format) if needed else buffer
+
+
 class _ChunkedKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, head: Head, target: Target, weight: float, temperature: float, chunk: int, hidden, *parameters):
         wanted = any(ctx.needs_input_grad)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        d_hidden = torch.zeros_like(hidden) if wanted else None
+        d_hidden = torch.empty_like(hidden) if wanted else None
         d_parameters: list[Tensor] = [
             torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters if wanted
         ]
+        scale = weight * temperature**2
         for part in chunks(len(hidden), head.vocabulary, chunk):
             with torch.set_grad_enabled(wanted):
                 piece = hidden[part].detach().requires_grad_(wanted)
-                logits = head(piece)
-            kl, gradient = target.compare(part, log_probabilities(logits.detach(), temperature))
-            total += kl.sum()
+                logits, buffer = _logits(head, piece)
+            total += target.compare(part, buffer, temperature, scale, wanted).sum()
             if not wanted:
                 continue
-            # d/dz of temperature^2 KL(p || softmax(z / temperature))
-            gradient = gradient.mul_(weight * temperature).to(logits.dtype)
-            given = torch.autograd.grad(logits, [piece, *parameters], gradient)
+            given = torch.autograd.grad(logits, [piece, *parameters], buffer)
             d_hidden[part] = given[0]
             for total_gradient, new in zip(d_parameters, given[1:], strict=True):
                 total_gradient += new
         ctx.save_for_backward(*([d_hidden, *d_parameters] if wanted else ()))
-        return total * (weight * temperature**2)
+        return total * scale
 
     @staticmethod
     def backward(ctx, d_loss: Tensor):
@@ -159,15 +172,17 @@ class _ChunkedKL(torch.autograd.Function):
 
 
 def chunked_kl(
-    head: Head, hidden: Tensor, target: Target, *, weight: float, temperature: float = 1.0, chunk: int = CHUNK
+    head: Head, hidden: Tensor, target: Target, *, weight: float, temperature: float = 1.0, chunk: int | None = None
 ) -> Tensor:
     """``weight * temperature^2 * sum over tokens of KL(teacher || student)``, a scalar in fp32 (fp64 for fp64).
 
     hidden: [N, d], what leaves the student's base model. target: the teacher's distributions, at the same temperature.
     weight: 1 / (number of tokens that the mean is taken over), which may be more than these N. temperature: of both
-    distributions; its square keeps the gradient's size (Hinton et al., 2015). chunk: logits made at a time.
+    distributions; its square keeps the gradient's size (Hinton et al., 2015). chunk: logits made at a time;
+    None chooses.
 
     Gradients reach `hidden` and the head's weights; they are computed in the forward pass, so that backward holds
     nothing but them. Second derivatives are not supported.
     """
+    chunk = chunk_size(hidden, head.vocabulary) if chunk is None else chunk
     return _ChunkedKL.apply(head, target, weight, temperature, chunk, hidden, *head.parameters())

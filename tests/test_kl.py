@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from conftest import TEACHERS, VOCAB, generator, teacher_model
 from torch import nn
 
-from linearize import kl as kl_module
 from linearize.kl import FullTarget, Head, TopTarget, chunked_kl, chunks
 
 
@@ -118,7 +117,8 @@ def test_a_student_that_is_sure_of_the_top_has_a_gradient():
     """Its tail is beyond fp32 as a probability, and the teacher's is not."""
     log_q = torch.tensor([[0.0, -150.0, -151.0, -152.0]])
     target = TopTarget(torch.tensor([[0]], dtype=torch.int32), torch.tensor([[0.5, 0.5]]).log())
-    kl, gradient = target.compare(slice(None), log_q)
+    gradient = log_q.clone()
+    kl = target.compare(slice(None), gradient, 1.0, 1.0, True)
     wide = log_q.double().requires_grad_(True)
     q = wide.log_softmax(-1)
     wanted = 0.5 * (math.log(0.5) - q[0, 0]) + 0.5 * (math.log(0.5) - q[0, 1:].logsumexp(0))
@@ -129,13 +129,14 @@ def test_a_student_that_is_sure_of_the_top_has_a_gradient():
 def test_no_more_logits_than_a_chunk(monkeypatch):
     """Neither forward nor backward makes the logits of more tokens at once than asked for."""
     made = []
-    log_probabilities = kl_module.log_probabilities
+    call = Head.__call__
 
-    def recording(logits, temperature):
+    def recording(self, hidden):
+        logits = call(self, hidden)
         made.append(logits.shape)
-        return log_probabilities(logits, temperature)
+        return logits
 
-    monkeypatch.setattr(kl_module, "log_probabilities", recording)
+    monkeypatch.setattr(Head, "__call__", recording)
     hidden, theirs = batch(23)
     chunked_kl(Head(Capped(0)), hidden, FullTarget(theirs, Head(Capped(1, True))), weight=1.0, chunk=37 * 5).backward()
     assert sorted(made) == sorted([(5, 37)] * 8 + [(3, 37)] * 2)

@@ -121,6 +121,7 @@ def entries(quick: bool) -> Iterator[tuple]:
                 floats = ("scalars", "d_scalars")
                 yield f"grads {label}", grads.grads_kernel, dtype, constants, floats, packed, (), warps, stages
         yield from mesa_entries(dtype, shapes)
+        yield from divergence_entries(dtype)
         yield from mean_entries(dtype, shapes)
 
 
@@ -164,6 +165,20 @@ def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
             absent = (*packed, "add_to") if backward else packed
             name = f"mesa read {'transposed ' * backward}{label}"
             yield name, ridge.read_kernel, dtype, constants, rows, absent, ones, warps, 1
+
+
+def divergence_entries(dtype: str) -> Iterator[tuple]:
+    """KL over a vocabulary, as it is launched."""
+    import torch
+    from linearize_kernels import divergence
+
+    row_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    for vocabulary, name in ((49152, ""), (49155, " unaligned")):
+        student, teacher = torch.zeros(2, 2, vocabulary, dtype=row_type)
+        ids, log_p, weight = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 5), torch.zeros(2)
+        for call, rest in ((divergence.kl_, (teacher, None)), (divergence.top_kl_, (ids, log_p, weight))):
+            fn, launch = recorded(functools.partial(call, student, *rest, 1.0, 1.0, True))
+            yield f"{fn.__name__.removesuffix('_kernel')} {dtype}{name}", fn, dtype, launch
 
 
 def scalar_entries() -> Iterator[tuple]:

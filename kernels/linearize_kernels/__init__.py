@@ -12,6 +12,7 @@ from .api import (
     centred_linear_attn_step,
     gated_delta,
     gated_delta_step,
+    kl_divergence_,
     linear_attn,
     linear_attn_step,
     log_norm,
@@ -19,6 +20,7 @@ from .api import (
     mesa_step,
     running_mean,
     running_mean_step,
+    top_kl_divergence_,
 )
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "centred_linear_attn_step",
     "gated_delta",
     "gated_delta_step",
+    "kl_divergence_",
     "linear_attn",
     "linear_attn_step",
     "log_norm",
@@ -37,4 +40,5 @@ __all__ = [
     "mesa_step",
     "running_mean",
     "running_mean_step",
+    "top_kl_divergence_",
 ]

@@ -763,3 +763,86 @@ def centred_linear_attn_step(
     return _centred_step(
         q, k, v, log_write, log_forget, log_exponent, logit, None, state, read_mean, scale, add_to, time_scales
     )
+
+
+def _check_logits(student: Tensor, weight: Tensor | None, temperature: float) -> None:
+    if student.dim() != 2 or student.dtype not in _FLOATS or student.stride(1) != 1:
+        _fail("student must be [n,V] floats, dense in V", (tuple(student.shape), student.dtype), "pass rows of logits")
+    if student.requires_grad:
+        _fail("student requires grad and would be overwritten", "requires_grad", "detach it")
+    if weight is not None and tuple(weight.shape) != student.shape[:1]:
+        _fail(f"weight must have shape ({student.shape[0]},)", tuple(weight.shape), "pass one weight per row")
+    if not temperature > 0:
+        _fail("temperature must be positive", temperature, "use 1 for the models' own distributions")
+
+
+@torch.no_grad()
+def kl_divergence_(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    weight: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    gradient: bool = True,
+) -> Tensor:
+    """KL(softmax(teacher / temperature) || softmax(student / temperature)) of every row, its gradient in place.
+
+    Args:
+        student, teacher: logits [n,V], each of any float type; -inf excludes a token, also from both.
+        weight: [n] of each row; 0 leaves a row out, whatever it holds. None means 1.
+        scale: of the gradient alone.
+        gradient: overwrite `student` by scale times the gradient of the sum of the result; False: leave it.
+
+    Returns:
+        weight times KL, [n] float32 (float64 for float64 logits), infinite where the student excludes a token that the
+        teacher does not. Arithmetic is that of the result. Not differentiable.
+    """
+    _check_logits(student, weight, temperature)
+    if teacher.shape != student.shape or teacher.dtype not in _FLOATS:
+        _fail(f"teacher must be [n,V] = {tuple(student.shape)} floats", tuple(teacher.shape), "pass matching logits")
+    if student.numel() and uses_kernels(student):
+        from .divergence import kl_
+
+        teacher = teacher if teacher.stride(1) == 1 else teacher.contiguous()
+        return kl_(student, teacher, weight, float(temperature), float(scale), gradient)
+    log_q, log_p = (reference.log_probabilities(logits, temperature) for logits in (student, teacher))
+    losses, slope = reference.divergence(log_q, log_p.to(log_q.dtype))
+    if gradient:
+        reference.write_gradient(student, slope, weight, scale / temperature)
+    return reference.weighted(losses, weight)
+
+
+@torch.no_grad()
+def top_kl_divergence_(
+    student: Tensor,
+    ids: Tensor,
+    log_p: Tensor,
+    *,
+    weight: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    gradient: bool = True,
+) -> Tensor:
+    """`kl_divergence_` with the teacher's k likeliest tokens and one bucket for all the others.
+
+    Args:
+        ids: [n,k] integers, no token twice in a row, k < V. log_p: [n,k+1] log probabilities at the temperature, the
+            last column that of the bucket, whose student's probability is the sum over the other tokens.
+    """
+    _check_logits(student, weight, temperature)
+    rows, vocabulary = student.shape
+    if ids.dim() != 2 or len(ids) != rows or not 0 < ids.shape[1] < vocabulary:
+        _fail(f"ids must be [{rows},k] with 0 < k < {vocabulary}", tuple(ids.shape), "keep fewer tokens")
+    if log_p.shape != (rows, ids.shape[1] + 1):
+        _fail(f"log_p must be {(rows, ids.shape[1] + 1)}", tuple(log_p.shape), "the last column is the bucket's")
+    ids = ids.long()
+    if student.numel() and uses_kernels(student):
+        from .divergence import top_kl_
+
+        return top_kl_(student, ids, log_p, weight, float(temperature), float(scale), gradient)
+    log_q = reference.log_probabilities(student, temperature)
+    losses, slope = reference.top_divergence(log_q, ids, log_p.to(log_q.dtype))
+    if gradient:
+        reference.write_gradient(student, slope, weight, scale / temperature)
+    return reference.weighted(losses, weight)

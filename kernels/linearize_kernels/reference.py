@@ -549,3 +549,49 @@ def centred_gates(
     balance = log_balance.exp()
     shrink = a / (1 + a * balance.square() * rho2)
     return log_decay, shrink * balance.square(), shrink * balance
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# KL of softmax distributions, of rows of log probabilities or logits.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """Log softmax at a temperature, in fp32 or, for fp64 logits, fp64."""
+    logits = logits.to(compute_dtype(logits))
+    return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+
+
+def divergence(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Log probabilities [n,V] -> (sum_v p_v log(p_v / q_v) [n], q - p [n,V]: its gradient by the logits of q).
+
+    A token that p excludes adds nothing, whatever its q.
+    """
+    p = log_p.exp()
+    return (p * (log_p - log_q)).masked_fill_(p == 0, 0).sum(-1), log_q.exp().sub_(p)
+
+
+def top_divergence(log_q: Tensor, ids: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """`divergence` where p is known as the probabilities of k tokens and one of all others, its tail.
+
+    log_q [n,V]; ids [n,k] int64; log_p [n,k+1], the last column the tail's.
+    """
+    top = log_q.gather(-1, ids)
+    rest = log_q.scatter(-1, ids, float("-inf")).logsumexp(-1, keepdim=True)
+    kl, slope = divergence(torch.cat([top, rest], -1), log_p)
+    q = log_q.exp()
+    # A tail token's q_v P / Q, in one exponential: P / Q alone may be beyond the number format.
+    gradient = q - (log_q - rest.clamp(min=torch.finfo(rest.dtype).min) + log_p[:, -1:]).exp()
+    return kl, gradient.scatter_(-1, ids, slope[:, :-1])
+
+
+def write_gradient(student: Tensor, slope: Tensor, weight: Tensor | None, scale: float) -> None:
+    """slope times `scale` and the weight of each row, over the logits."""
+    if weight is not None:
+        slope = torch.where(weight[:, None] == 0, 0.0, slope * weight[:, None].to(slope.dtype))
+    student.copy_(slope * scale)
+
+
+def weighted(losses: Tensor, weight: Tensor | None) -> Tensor:
+    """losses times weight [n], 0 where that is 0, whatever the loss."""
+    return losses if weight is None else torch.where(weight == 0, 0.0, losses * weight.to(losses.dtype))
