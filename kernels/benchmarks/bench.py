@@ -2,11 +2,12 @@
 
     PYTHONPATH=kernels python kernels/benchmarks/bench.py --out FILE [--budget-seconds 600] [--only delta] [--dry-run]
 
-Candidates of a row are interleaved A B A B with an L2 that was overwritten before each call (cold) and without (warm);
-both sides are CUDA-graph replays where they can be captured. A row: median and 10-90 % range in ms, ms per 2^20
-token-heads, the bytes the design moves, and which share of their time at 4.3 TB/s the median is. Rows are ordered by
-importance, and those that the budget does not reach are named in the file. `--dry-run` runs tiny shapes on a CPU to
-prove the script, not the kernels: its times mean nothing.
+Candidates of a row are interleaved A B A B with an L2 that holds nothing of theirs before each call (cold: 256 MB were
+read, so that nothing waits to be written back either) and without (warm); both sides are CUDA-graph replays where they
+can be captured. A row: median and 10-90 % range in ms, ms per 2^20 token-heads, the bytes the design moves, and which
+share of their time at 4.3 TB/s the median is. Rows are ordered by importance, and those that the budget does not reach
+are named in the file. `--dry-run` runs tiny shapes on a CPU to prove the script, not the kernels: its times mean
+nothing.
 
 flash-linear-attention refuses its gated backward on Hopper with this Triton; its guard is lifted here for timing only,
 and its gradient errors against float64 are in the file next to its times.
@@ -95,14 +96,18 @@ def one_time(call: Callable) -> float:
 
 
 def timed(calls: dict[str, Callable], repeats: int, *, cold: bool) -> dict[str, list[float]]:
-    """{name: [median, 10 %, 90 %] in ms}, candidates interleaved; cold: with the L2 overwritten before each call."""
+    """{name: [median, 10 %, 90 %] in ms}, candidates interleaved; cold: with an L2 full of something else, and clean.
+
+    It is filled by reading: what is written there goes to memory when another line takes its place, and a call after a
+    write would pay for up to 50 MB of it.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    flush = torch.empty(2**26 if device == "cuda" else 1, dtype=torch.int32, device=device)
+    other = torch.zeros(2**26 if device == "cuda" else 1, dtype=torch.int32, device=device)
     times = {name: [] for name in calls}
     for i in range(repeats + 3):
         for name, call in calls.items():
             if cold:
-                flush.fill_(i)
+                other.sum()
             elapsed = one_time(call)
             if i >= 3:
                 times[name].append(elapsed)
@@ -114,6 +119,16 @@ def timed(calls: dict[str, Callable], repeats: int, *, cold: bool) -> dict[str, 
             round(x, 5) for x in (statistics.median(values), values[tenth], values[len(values) - 1 - tenth])
         ]
     return result
+
+
+def in_a_row(calls: list[Callable], repeats: int = 12) -> float:
+    """Microseconds of one of `calls`, made one after the other in one CUDA graph as the layers of a model are.
+
+    Each should have a state of its own, all together far beyond the L2: every call then reads from memory and pays for
+    the write-back of an earlier one, and the time of a graph's launch is shared.
+    """
+    replay, _ = as_graph(lambda: [call() for call in calls])
+    return 1e3 * timed({"all": replay}, repeats, cold=False)["all"][0] / len(calls)
 
 
 # ---- the candidates -------------------------------------------------------------------------------------------------
@@ -245,7 +260,9 @@ def problem(case: dict, device: str) -> tuple[Callable, list[Tensor], Tensor]:
         "mesa": (lambda *x: ops.mesa(*x, max_iter=7, tol=1e-3), [q, k, v, decay, beta, ridge]),
         "delta step": (lambda *x: ops.gated_delta_step(*x, state=memory), [q, k, v, decay, beta]),
         "centred step": (
-            lambda *x: ops.centred_gated_delta_step(*x, state=(memory, *means, norm), read_mean=balance),
+            lambda *x: ops.centred_gated_delta_step(
+                *x, state=(memory, *means, norm), read_mean=balance, in_place=False
+            ),
             [q, k, v, write, decay, zero, zero.clone(), balance],
         ),
         "mesa step": (

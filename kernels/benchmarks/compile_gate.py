@@ -11,13 +11,15 @@ and its ptxas; 1 to 10 s per entry and core. `--quick`: bfloat16 with 64 and 128
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 MAX_SHARED = 232448
@@ -64,12 +66,56 @@ def describe(
     return signature, constexprs, attributes
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher hands to a kernel: tensors, numbers, None for what is absent, and options."""
+
+    arguments: tuple
+    options: dict
+
+
+def recorded(call: Callable[[], object]) -> tuple:
+    """(kernel, launch) of the one launch that call() makes on CPU tensors; nothing runs.
+
+    Triton specialises a kernel for arguments that are None, 1 or divisible by 16, so what compiles from a description
+    by hand may not compile as it is launched.
+    """
+    from triton.runtime.jit import JITFunction
+
+    found, before = [], JITFunction.run
+    JITFunction.run = lambda self, *arguments, grid, warmup, **options: found.append((self, Launch(arguments, options)))
+    try:
+        call()
+    finally:
+        JITFunction.run = before
+    (one,) = found
+    return one
+
+
+def specialised(fn, launch: Launch, target) -> tuple:
+    """(source, options) of a recorded launch, as Triton's own launcher makes them."""
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(target)
+    bind = create_function_from_signature(fn.signature, fn.params, backend)
+    bound, specialisation, _ = bind(*launch.arguments, **launch.options)
+    options, *rest = fn._pack_args(backend, launch.options, bound, specialisation, None)
+    return ASTSource(fn, *rest), options.__dict__
+
+
 def entries(quick: bool) -> Iterator[tuple]:
-    """(name, kernel, dtype, constants, fp32 pointers, absent, ones, warps, stages) of every launch to check."""
+    """(name, kernel, dtype, how it is launched...) of every launch to check.
+
+    How: constants, fp32 pointers, absent, ones, warps, stages; or one recorded `Launch`.
+    """
+    import torch
     import triton
     import triton.language as tl
     from linearize_kernels import grads, prep, scan
+    from linearize_kernels.common import Chunks
 
+    row_types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     packed = ("table", "offsets", "cu_seqlens")
     shapes = (
         [(64, 64), (128, 128)]
@@ -86,11 +132,10 @@ def entries(quick: bool) -> Iterator[tuple]:
                 label = f"{dtype} K={K} V={V}{'' if erase else ' linear'}"
                 shared = {"C": 64, "ERASE": erase, "VARLEN": False, "ACC": tl.float32}
                 shared["PRECISION"] = "tf32x3" if dtype == "fp32" else "ieee"
-                warps, stages = prep.PREP[BK]
-                constants = {**shared, "K": K, "BK": BK, "DECAY": True}
-                gates = ("log_decay", "beta", "gain", "scalars", "scratch")
-                ones = ("decay_head", "beta_head", "gain_head")
-                yield f"prep {label}", prep.prep_kernel, dtype, constants, gates, packed, ones, warps, stages
+                x, gate = torch.zeros(1, 256, 4, K, dtype=row_types[dtype]), torch.zeros(1, 256, 4)
+                rest = gate, gate if erase else None, gate, 1.0, Chunks(1, 256, None)
+                fn, launch = recorded(functools.partial(prep.prepare, x, x, *rest))
+                yield f"prep {label}", fn, dtype, launch
                 for mode in ("out", "store"):
                     out = mode == "out"
                     tile, warps, stages = (scan.SCAN if out else scan.STORE)[BK]
@@ -120,9 +165,44 @@ def entries(quick: bool) -> Iterator[tuple]:
                 constants = {**shared, "K": K, "V": V, "BK": BK, "KT": KT, "BV": BV}
                 floats = ("scalars", "d_scalars")
                 yield f"grads {label}", grads.grads_kernel, dtype, constants, floats, packed, (), warps, stages
+        yield from split_entries(dtype, shapes)
         yield from mesa_entries(dtype, shapes)
         yield from divergence_entries(dtype)
         yield from mean_entries(dtype, shapes)
+
+
+def split_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
+    """What sequences cut into pieces launch, packed or not: tables, scans of pieces, the chain over their borders."""
+    import torch
+    from linearize_kernels import scan, split
+    from linearize_kernels.common import Chunks
+
+    row_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    tokens, heads, length = 256, 4, 128
+    made = []
+    chunks = Chunks(1, tokens, None)
+    tables = recorded(lambda: made.append(split.Pieces(chunks, 1, length, torch.device("cpu"))))
+    yield f"pieces {dtype}", tables[0], dtype, tables[1]
+    pieces = made[0]
+    scalars, N = torch.zeros(4, heads, 7, 64), torch.zeros(4, heads, 64, 64, dtype=row_type)
+    for K, V in shapes:
+        q, k = (torch.zeros(1, tokens, heads // g, K, dtype=row_type) for g in (1, 2))
+        v, do = (torch.zeros(1, tokens, heads // g, V, dtype=row_type) for g in (2, 1))
+        state, maps = torch.zeros(pieces.count, heads, K, V), torch.zeros(pieces.count, heads, K, K)
+        rest = scalars, N, N, pieces.chunked(), 1.0, state
+        alone = {"final": True, "read": False}
+        calls = {
+            "scan": functools.partial(scan.scan, q, k, v, *rest),
+            "scan alone": functools.partial(scan.scan, q, k, v, *rest, **alone),
+            "scan store": functools.partial(scan.scan, q, k, v, *rest, recompute=True),
+            "reverse": functools.partial(scan.reverse_scan, q, k, do, *rest, d_initial=False),
+            "reverse alone": functools.partial(scan.reverse_scan, q, k, do, *rest, d_initial=True, store=False),
+            "borders": functools.partial(split.fill_borders, state, state, maps, scalars, pieces, reverse=False),
+            "borders reverse": functools.partial(split.fill_borders, state, state, maps, scalars, pieces, reverse=True),
+        }
+        for name, call in calls.items():
+            fn, launch = recorded(call)
+            yield f"cut {name} {dtype} K={K} V={V}", fn, dtype, launch
 
 
 def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
@@ -237,50 +317,79 @@ def mean_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
 
 
 def step_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
-    """The decode kernels, one token."""
-    import triton
-    import triton.language as tl
+    """The decode kernels, as they are launched."""
+    import torch
     from linearize_kernels import decode, ridge
 
-    floats = ("log_decay", "beta", "gain", "state", "log_write", "log_forget", "log_exponent", "log_erase", "balance")
-    floats += ("read_mean", "scale_write", "scale_forget", "read_scales", "key_mean", "value_mean", "log_z")
-    floats += ("scale_mean", "scale_log_z", "ridge", "Hkv", "Hkk", "M")
-    ones = ("decay_head", "beta_head", "gain_head", "w_head", "f_head", "e_head", "r_head", "y_head", "z_head", "s_key")
+    row_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    batch, heads = 3, 4
+
+    def entry(name: str, call: Callable[[], object]) -> tuple:
+        fn, launch = recorded(call)
+        return name, fn, dtype, launch
+
     for K, V in shapes:
-        BK, label = max(32, triton.next_power_of_2(K)), f"{dtype} K={K} V={V}"
-        shared = {"T": 1, "K": K, "V": V, "BK": BK, "ADD": True, "ACC": tl.float32}
-        tile, warps = decode.DECODE[BK]
-        constants = {**shared, "BV": tile, "ERASE": True, "DECAY": True}
-        yield f"step {label}", decode.decode_kernel, dtype, constants, floats, (), ones, warps, 3
-        tile, warps = decode.CENTRED[BK]
-        for scales in (3, 0):
-            constants = {**shared, "BV": min(tile, triton.next_power_of_2(V)), "SCALES": scales}
-            constants |= {"ERASE": True, "MEAN": True}
-            name = f"step centred {label}{'' if scales else ' alone'}"
-            yield name, decode.centred_step_kernel, dtype, constants, floats, (), ones, warps, 3
-        if K > ridge.MAX_KEY_DIM:
-            continue
-        tile, warps = decode.MESA[BK]
-        for cached in (True, False):
-            constants = {**shared, "BV": tile, "DECAY": True, "CACHED": cached}
-            name = f"step mesa {'' if cached else 'direct '}{label}"
-            mesa_ones = (*(x for x in ones if x != "s_key"), "s_value")
-            yield name, decode.mesa_step_kernel, dtype, constants, floats, (), mesa_ones, warps, 3
+        label = f"{dtype} K={K} V={V}"
+        memory, Hkk = torch.zeros(batch, heads, K, V), torch.zeros(batch, heads, K, K)
+        states = [memory.mT.contiguous().mT, memory[..., 0].contiguous(), memory[..., 0, :].contiguous()]
+        states.append(memory[..., 0, 0].contiguous())
+        per_head, ridge_ = torch.zeros(heads), torch.zeros(heads, K)
+        for tokens in (1, 3):
+            q, k = (torch.zeros(batch, tokens, heads // g, K, dtype=row_type) for g in (1, 2))
+            v = torch.zeros(batch, tokens, heads // 2, V, dtype=row_type)
+            add_to, gate = torch.zeros(batch, tokens, heads, V), torch.zeros(batch, tokens, heads)
+            slow_gate, slow = torch.zeros(batch, tokens, 3 * heads), torch.zeros(batch, 3 * heads, V)
+            scales = slow_gate, slow_gate, torch.zeros(heads, 3)
+            slow_states = slow, slow_gate[:, 0].contiguous()
+            tail = f"{label}{'' if tokens == 1 else f' T={tokens}'}"
+            plain = q, k, v, gate, gate, gate, 1.0, states[0], states[0], add_to
+            yield entry(f"step {tail}", functools.partial(decode.step, *plain))
+            for name, exponent, balance, few, in_place in (
+                ("", gate, per_head, False, False),
+                ("alone ", gate, per_head, True, False),
+                ("in place ", gate, per_head, False, True),
+                ("covariance ", gate, None, True, False),
+                ("scheduled ", None, per_head, True, False),
+            ):
+                old = states if few else [*states, *slow_states]
+                new = old if in_place else [x.clone() for x in old]
+                rest = (None, None) if few else (per_head, add_to)
+                call = functools.partial(
+                    decode.centred_step, q, k, v, gate, gate, exponent, gate, balance, *rest, 1.0, old, new,
+                    *((None,) * 3 if few else scales),
+                )  # fmt: skip
+                yield entry(f"step centred {name}{tail}", call)
+            call = functools.partial(
+                decode.centre_step, k, v, gate, gate, gate, gate, per_head, add_to, [*states[1:], *slow_states],
+                [x.clone() for x in (*states[1:], *slow_states)], *scales,
+            )  # fmt: skip
+            yield entry(f"step centre {tail}", call)
+            if K <= ridge.MAX_KEY_DIM and tokens == 1:
+                for name, cache in (("", Hkk.clone()), ("direct ", None)):
+                    states_of = memory, Hkk, memory, Hkk
+                    call = functools.partial(
+                        decode.mesa_step, q, k, v, gate, gate, ridge_, 1.0, *states_of, cache, 16, 1e-4, add_to
+                    )
+                    yield entry(f"step mesa {name}{tail}", call)
 
 
-def check(fn, dtype, constants, fp32, absent, ones, warps, stages) -> dict:
+def check(fn, dtype: str, *how) -> dict:
     """Compile one launch for sm_90; registers, stack, shared bytes and register-A WGMMA count."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    # float32 runs on two warps: its split products may spill, but never take a left operand from registers.
-    warps = min(warps, 2) if constants.get("PRECISION") == "tf32x3" else warps
-    signature, constexprs, attributes = describe(fn, dtype, constants, fp32, absent, ones)
-    source = ASTSource(fn, signature, constexprs, attributes)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}
-    )
+    target = GPUTarget("cuda", 90, 32)
+    if isinstance(how[0], Launch):
+        source, options = specialised(fn, how[0], target)
+        warps, stages = options["num_warps"], options["num_stages"]
+    else:
+        constants, fp32, absent, ones, warps, stages = how
+        # float32 runs on two warps: its split products may spill, but never take a left operand from registers.
+        warps = min(warps, 2) if constants.get("PRECISION") == "tf32x3" else warps
+        source = ASTSource(fn, *describe(fn, dtype, constants, fp32, absent, ones))
+        options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=target, options=options)
     products = re.findall(r"wgmma\.mma_async[^;]*;", compiled.asm["ptx"])
     from_registers = [x for x in products if re.search(r"\},\s*\{", x)]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -26,7 +26,7 @@ from concurrent.futures import TimeoutError as FuturesTimeout
 from pathlib import Path
 
 import torch
-from bench import as_graph, timed
+from bench import BANDWIDTH, as_graph, in_a_row, timed
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
@@ -322,14 +322,22 @@ def check_decode() -> dict:
             q, k, v, log_decay, beta, gain, state, add_to = inputs(3, width, 4, (1, 2, 2), dims, torch.bfloat16)
             exact = [x.double() for x in (q, k, v, log_decay, beta, gain)]
             want, last = reference.recurrent_gated_delta(*exact, 0.3, state.double(), None, add_to.double())
-            state = state.mT.contiguous().mT
-            o, same = gated_delta_step(q, k, v, log_decay, beta, gain=gain, scale=0.3, state=state, add_to=add_to)
-            worst[f"{dims} T={width}"] = max(error(o, want), error(same, last))
+            rows = q, k, v, log_decay, beta
+            for name, in_place in ((" in place", True), ("", False)):
+                start = state.mT.contiguous().mT if in_place else state.clone()
+                o, new = gated_delta_step(
+                    *rows, gain=gain, scale=0.3, state=start, add_to=add_to, in_place=in_place
+                )  # fmt: skip
+                kept = in_place or torch.equal(start, state)
+                worst[f"{dims} T={width}{name}"] = max(error(o, want), error(new, last)) if kept else math.inf
     return worst
 
 
 def operator_step(op: str, dims: tuple[int, int], width: int) -> dict:
-    """Worst error of one step of a centred mixer or MesaNet, and of its replay as a CUDA graph."""
+    """Worst error of one step of a centred mixer or MesaNet, in place, of its replay as a CUDA graph, and out of place.
+
+    Centred steps out of place have three time scales more, whose states are compared as well.
+    """
     import linearize_kernels as ops
     from tolerances import error
 
@@ -363,7 +371,23 @@ def operator_step(op: str, dims: tuple[int, int], width: int) -> dict:
         replay()
         torch.cuda.synchronize()
         results[" replayed"] = worst(kept["o"]) if captured else float("inf")
-    return results
+    start = tuple(x[n].clone() for n in names)
+    slow = {}
+    if op != "mesa":
+        make = torch.Generator(DEVICE).manual_seed(5)
+        shapes = (3, width, 12), (3, width, 12), (4, 3), (3, 12, dims[1]), (3, 12)
+        slow = [torch.randn(shape, generator=make, device=DEVICE) for shape in shapes]
+        slow[1] = -slow[1].abs()
+        lZ = ops.log_norm(*(t.double() for t in slow[:2]), initial_log_z=slow[4].double())
+        weights = [t.double() for t in slow[:2]]
+        mean, last = ops.running_mean(x["v"].double(), *weights, lZ, initial_mean=slow[3].double())
+        o = want[0] + torch.einsum("bthmv,hm->bthv", mean.unflatten(2, (4, 3)), slow[2].double())
+        want = (o, *want[1:], last, lZ[:, -1])
+        slow = {"time_scales": tuple(slow)}
+    o, new = call(*rows, state=start, add_to=x["add_to"], in_place=False, **slow, **extra)
+    kept = all(torch.equal(s, x[n]) for s, n in zip(start, names, strict=True))
+    errors = [error(a, b) for a, b in zip((o, *new), want, strict=True)]
+    return results | {" out of place": max(errors) if kept else float("inf")}
 
 
 def check_operator_steps() -> dict:
@@ -578,19 +602,50 @@ def sweep_one(job: tuple) -> dict:
 
 
 def decode_times() -> list[dict]:
-    """Decode steps at 128 dims: microseconds, and the ratio to reading and writing the state once at 4.3 TB/s."""
-    from linearize_kernels import gated_delta_step
+    """Decode steps at 128 dims, one after the other as the layers of a model are: microseconds of one, and the ratio to
 
-    table = []
+    reading and writing the states once at 4.3 TB/s.
+    """
+    from linearize_kernels import centred_gated_delta_step, gated_delta_step, mesa_step
+
+    dim, table = 128, []
     for heads in (16, 32):
         for batch in (1, 8, 32, 64, 128, 256):
-            q, k, v, log_decay, beta, _, state, _ = inputs(batch, 1, heads, (1, 1, 1), (128, 128), torch.bfloat16)
-            state = state.mT.contiguous().mT
-            call, captured = as_graph(lambda s=state, a=(q, k, v, log_decay, beta): gated_delta_step(*a, state=s))
-            ms = timed({"step": call}, 20, cold=True)["step"][0]
-            floor = batch * heads * 2 * 4 * 128 * 128 / 4.3e12 * 1e3
-            table.append({"batch": batch, "heads": heads, "us": round(1e3 * ms, 2), "over floor": round(ms / floor, 2)})
-            print(json.dumps(table[-1]), flush=True)
+            q, k, v, log_decay, beta, _, state, _ = inputs(batch, 1, heads, (1, 1, 1), (dim, dim), torch.bfloat16)
+            layers = max(2, min(128, 300 * 2**20 // (4 * state.numel())))
+            states = [torch.zeros_like(state) for _ in range(layers)]
+            vector, norm = torch.zeros(batch, heads, dim, device=DEVICE), torch.zeros(batch, heads, device=DEVICE)
+            gate, per_head = torch.zeros_like(beta), torch.ones(heads, device=DEVICE)
+            slow_gate = torch.zeros(batch, 1, 3 * heads, device=DEVICE)
+            slow = slow_gate, slow_gate, torch.ones(heads, 3, device=DEVICE), vector.repeat(1, 3, 1), slow_gate[:, 0]
+            square = torch.eye(dim, device=DEVICE).expand(batch, heads, dim, dim)
+            ridge = torch.full((heads, dim), 0.5, device=DEVICE)
+
+            def delta(s, a=(q, k, v, log_decay, beta)):
+                return gated_delta_step(*a, state=s)
+
+            def centred(s, extra=None, a=(q, k, v, gate, gate, gate, gate, per_head), rest=(vector, vector, norm)):
+                return centred_gated_delta_step(
+                    *a, state=(s, *rest), read_mean=a[-1], time_scales=extra, in_place=False
+                )  # fmt: skip
+
+            def ridge_step(s, H, a=(q, k, v, 0.01 * log_decay, beta, ridge)):
+                return mesa_step(*a, state=(s, H))
+
+            calls = {
+                "delta": [lambda s=s: delta(s) for s in states],
+                "centred": [lambda s=s: centred(s) for s in states],
+                "centred, 3 time scales": [lambda s=s, slow=slow: centred(s, slow) for s in states],
+            }
+            if batch == 32:
+                squares = [square.contiguous() for _ in states]
+                calls["mesa"] = [lambda s=s, H=H: ridge_step(s, H) for s, H in zip(states, squares, strict=True)]
+            for name, steps in calls.items():
+                us = in_a_row(steps)
+                floor = batch * heads * 2 * 4 * dim * (dim + dim * (name == "mesa")) / BANDWIDTH * 1e6
+                row = {"step": name, "batch": batch, "heads": heads, "us": round(us, 2)}
+                table.append(row | {"over floor": round(us / floor, 2)})
+                print(json.dumps(table[-1]), flush=True)
     return table
 
 

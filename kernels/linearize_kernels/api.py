@@ -351,6 +351,68 @@ def running_mean(
     return vbar, last
 
 
+def readout(
+    v: Tensor,
+    log_write: Tensor | None,
+    log_forget: Tensor | None,
+    lZ: Tensor | None,
+    scales: Tensor,
+    *,
+    taps: Tensor | None = None,
+    sink: Tensor | None = None,
+    add_to: Tensor | None = None,
+    add_scale: Tensor | None = None,
+    initial_mean: Tensor | None = None,
+    tail: Tensor | None = None,
+    first: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Zeroth-order readout (derivation.md §6): per-head multiples of values and of running means of values.
+
+        o_t = sum_j taps_j v_{t-j} + sink v_first + sum_m scales_m vbar^(m)_t + add_scale add_to_t
+
+    Args:
+        v: [B,T,Hk,V]; the H heads of `scales` [H,M] are H / Hk for each of its heads.
+        log_write, lZ: [B,T,H*M] as in `running_mean`, heads first; None with M = 0. log_forget: likewise, or [H*M].
+            Their gradients are the partial ones of this op, as in `centre`.
+        taps: [J,H]. sink, add_scale: [H]; None for add_scale means 1. add_to: [B,T,H,V].
+        initial_mean: [B,H*M,V] or [S,H*M,V]. tail: [B,J-1,Hk,V], the values before the first token; None means zeros.
+        first: [B,Hk,V], the value of the first token, where that is an earlier one; it and `tail` per sequence, too.
+
+    Returns:
+        (o [B,T,H,V] in v's dtype, final means [B,H*M,V] or [S,H*M,V] in float32 (float64)). Differentiable once.
+        Values of padding are seen by taps and sink: leave those to `add_to` where there is padding.
+    """
+    batch, tokens, kv_heads, dim = v.shape
+    heads, count = scales.shape
+    _check_rows("v", v, batch, tokens, heads)
+    sequences = _check_packing(cu_seqlens, batch, tokens)
+    wide = (batch, tokens, heads * count)
+    if count:
+        if log_write is None or log_forget is None or lZ is None:
+            _fail("time scales need log_write, log_forget and lZ", count, "pass them, or scales [H,0]")
+        for name, x in (("log_write", log_write), ("lZ", lZ)):
+            _check_scalar(name, x, wide)
+        _check_scalar("log_forget", log_forget, wide if log_forget.dim() == 3 else wide[2:])
+    size = 0 if taps is None else taps.shape[0]
+    _check_state("taps", taps, (size, heads))
+    _check_state("sink", sink, (heads,))
+    _check_state("add_scale", add_scale, (heads,))
+    _check_state("add_to", add_to, (batch, tokens, heads, dim))
+    _check_state("initial_mean", initial_mean, (sequences, heads * count, dim))
+    _check_state("tail", tail, (sequences, max(size - 1, 0), kv_heads, dim))
+    _check_state("first", first, (sequences, kv_heads, dim))
+    if add_to is None:
+        add_scale = None
+    tail, first = tail if size > 1 else None, None if sink is None else first
+    arguments = v, log_write, log_forget, lZ, scales, taps, sink, add_to, add_scale, initial_mean, tail, first
+    if not (tokens and uses_kernels(v)):
+        return reference.readout(*arguments, cu_seqlens)
+    from .ops import readout_fwd
+
+    return readout_fwd(*arguments, cu_seqlens)[:2]
+
+
 def _check_step(tokens: int, **tensors: Tensor | None) -> None:
     if not 1 <= tokens <= MAX_STEP:
         _fail(
@@ -363,8 +425,17 @@ def _check_step(tokens: int, **tensors: Tensor | None) -> None:
             _fail(f"{name} requires grad and would be overwritten", "requires_grad", "decode under torch.no_grad()")
 
 
+def _kept(state: tuple[Tensor, ...], new: tuple[Tensor, ...], in_place: bool) -> tuple[Tensor, ...]:
+    """`new`, or `state` with it written over it."""
+    if not in_place:
+        return new
+    for old, fresh in zip(state, new, strict=True):
+        old.copy_(fresh)
+    return state
+
+
 @torch.no_grad()
-def _delta_rule_step(q, k, v, log_decay, beta, gain, scale, state, add_to):
+def _delta_rule_step(q, k, v, log_decay, beta, gain, scale, state, add_to, in_place):
     batch, tokens, heads = gain.shape
     _check_step(tokens, state=state)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -378,11 +449,11 @@ def _delta_rule_step(q, k, v, log_decay, beta, gain, scale, state, add_to):
         from .ops import delta_step
 
         _check_kernel_dims(k.shape[-1])
-        return delta_step(q, k, v, log_decay, beta, gain, scale, state, add_to), state
+        new = state if in_place else torch.empty_like(state)
+        return delta_step(q, k, v, log_decay, beta, gain, scale, state, new, add_to), new
     erase = torch.zeros_like(gain) if beta is None else beta
     o, new = reference.recurrent_gated_delta(q, k, v, log_decay, erase, gain, scale, state, None, add_to)
-    state.copy_(new)
-    return o, state
+    return o, _kept((state,), (new,), in_place)[0]
 
 
 def gated_delta_step(
@@ -396,14 +467,18 @@ def gated_delta_step(
     gain: Tensor | None = None,
     scale: float | None = None,
     add_to: Tensor | None = None,
+    in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta` for the next 1 to 8 tokens. `state` [B,H,K,V] is updated in place. No gradient.
+    """`gated_delta` for the next 1 to 8 tokens. No gradient.
+
+    Args:
+        state: [B,H,K,V]. in_place: overwrite it; False: leave it, at no more traffic.
 
     Returns:
-        (o [B,T,H,V], state): the same tensor `state`, after the last token.
+        (o [B,T,H,V], state after the last token): the same tensor `state`, or a new one.
     """
     gain = beta if gain is None else gain
-    return _delta_rule_step(q, k, v, log_decay, beta, gain, scale, state, add_to)
+    return _delta_rule_step(q, k, v, log_decay, beta, gain, scale, state, add_to, in_place)
 
 
 def linear_attn_step(
@@ -416,9 +491,10 @@ def linear_attn_step(
     state: Tensor,
     scale: float | None = None,
     add_to: Tensor | None = None,
+    in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`linear_attn` for the next 1 to 8 tokens, as `gated_delta_step`. Returns (o, state)."""
-    return _delta_rule_step(q, k, v, log_decay, None, gain, scale, state, add_to)
+    return _delta_rule_step(q, k, v, log_decay, None, gain, scale, state, add_to, in_place)
 
 
 @torch.no_grad()
@@ -436,17 +512,19 @@ def mesa_step(
     preconditioner: Tensor | None = None,
     max_iter: int = 16,
     tol: float = 1e-4,
+    in_place: bool = True,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`mesa` for the next 1 to 8 tokens, one launch on a GPU. Both states are updated in place. No gradient.
+    """`mesa` for the next 1 to 8 tokens, one launch on a GPU. No gradient.
 
     Args:
+        in_place: overwrite both states; False: leave them, at no more traffic. A preconditioner is always overwritten.
         preconditioner: [B,H,K,K] contiguous, zero before the first step; the kernels keep the inverse of an earlier
             Hkk + diag(ridge) there. Conjugate gradients then replace the direct solve of every token, until `tol` is
             not reached within `max_iter` steps: that token is solved directly and renews it. None always solves
             directly, and so do the torch form and keys of more than 128 dims, which leave it alone.
 
     Returns:
-        (o [B,T,H,V], state): the same tensors `state`, after the last token.
+        (o [B,T,H,V], state after the last token): the same tensors `state`, or new ones.
     """
     batch, tokens, heads = gain.shape
     _check_step(tokens, Hkv=state[0], Hkk=state[1])
@@ -467,13 +545,12 @@ def mesa_step(
                 if x is not None and not x.is_contiguous():
                     _fail(f"{name} is overwritten and must be contiguous", x.stride(), "allocate it as it is")
             cached = preconditioner, max_iter, float(tol)
-            return step(q, k, v, log_decay, gain, ridge, float(scale), *state, *cached, add_to), state
+            new = state if in_place else tuple(torch.empty_like(x) for x in state)
+            return step(q, k, v, log_decay, gain, ridge, float(scale), *state, *new, *cached, add_to), new
     from .conjugate import recurrent_mesa
 
     o, new = recurrent_mesa(q, k, v, log_decay, gain, ridge, scale, state)
-    for old, fresh in zip(state, new, strict=True):
-        old.copy_(fresh)
-    return o if add_to is None else (o + add_to).to(o.dtype), state
+    return o if add_to is None else (o + add_to).to(o.dtype), _kept(state, new, in_place)
 
 
 @torch.no_grad()
@@ -666,50 +743,91 @@ def centred_linear_attn(
 TimeScales = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+def _check_scales(time_scales: TimeScales | None, v: Tensor, log_write: Tensor) -> tuple[Tensor, ...]:
+    """The states among checked `time_scales`, none without."""
+    if time_scales is None:
+        return ()
+    (batch, tokens, heads), (write, forget, weights, mean, norm) = log_write.shape, time_scales
+    _check_step(tokens, scale_mean=mean, scale_log_z=norm)
+    slow = heads * weights.shape[-1]
+    _check_state("time_scales[2]", weights, (heads, weights.shape[-1]))
+    for name, x, shape in (
+        ("time_scales[0]", write, (batch, tokens, slow)), ("time_scales[1]", forget, (batch, tokens, slow)),
+        ("time_scales[3]", mean, (batch, slow, v.shape[-1])), ("time_scales[4]", norm, (batch, slow)),
+    ):  # fmt: skip
+        _check_state(name, x, shape)
+    return mean, norm
+
+
+def _dense(statistics: tuple[Tensor, ...], in_place: bool) -> tuple[Tensor, ...]:
+    """Running statistics as the kernels take them."""
+    names = "key_mean", "value_mean", "log_z", "scale_mean", "scale_log_z"
+    for name, x in zip(names, statistics, strict=False):
+        if in_place and not x.is_contiguous():
+            _fail(f"{name} is overwritten and must be contiguous", tuple(x.stride()), "allocate it as it is")
+    return tuple(x.contiguous() for x in statistics)
+
+
+def _zeroth_order(v, vbar, read_mean, add_to, time_scales, slow, dtype):
+    """What is added to the memory's answer, in torch, or None; the states `slow` of the time scales are updated."""
+    base = 0.0 if add_to is None else add_to.to(dtype)
+    if read_mean is not None:
+        base = base + read_mean[:, None] * vbar.to(read_mean.dtype)
+    if time_scales is not None:
+        write, forget, weights, *_ = time_scales
+        extra, _ = running_mean_step(v, write, forget, log_z=slow[1], mean=slow[0])
+        base = base + torch.einsum("bthmv,hm->bthv", extra.to(dtype).unflatten(2, weights.shape), weights)
+    return base if isinstance(base, Tensor) else None
+
+
 @torch.no_grad()
 def _centred_step(
-    q, k, v, log_write, log_forget, log_exponent, log_erase, log_balance, state, read_mean, scale, add_to, time_scales
-):
+    q, k, v, log_write, log_forget, log_exponent, log_erase, log_balance, state, read_mean, scale, add_to, time_scales,
+    in_place,
+):  # fmt: skip
     batch, tokens, heads = log_write.shape
     names = ("memory", "key_mean", "value_mean", "log_z")
     _check_step(tokens, **dict(zip(names, state, strict=True)))
     gates = log_exponent, log_erase, log_balance
     _check_centred(q, k, v, log_write, log_forget, *gates, read_mean, state, batch)
     _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
-    if time_scales is not None:
-        write, forget, weights, mean, norm = time_scales
-        _check_step(tokens, scale_mean=mean, scale_log_z=norm)
-        slow = heads * weights.shape[-1]
-        _check_state("time_scales[2]", weights, (heads, weights.shape[-1]))
-        for name, x, shape in (
-            ("time_scales[0]", write, (batch, tokens, slow)), ("time_scales[1]", forget, (batch, tokens, slow)),
-            ("time_scales[3]", mean, (batch, slow, v.shape[-1])), ("time_scales[4]", norm, (batch, slow)),
-        ):  # fmt: skip
-            _check_state(name, x, shape)
-    memory, key_mean, value_mean, log_z = state
+    state = (*state, *_check_scales(time_scales, v, log_write))
     if uses_kernels(q):
         from .ops import centred_step
 
         _check_kernel_dims(k.shape[-1])
-        write, forget, weights, mean, norm = time_scales or (None,) * 5
-        for name, x in (("key_mean", key_mean), ("value_mean", value_mean), ("log_z", log_z), ("scale_mean", mean)):
-            if x is not None and not x.is_contiguous():
-                _fail(f"{name} is overwritten and must be contiguous", tuple(x.stride()), "allocate it as it is")
+        state = state[0], *_dense(state[1:], in_place)
+        new = state if in_place else tuple(torch.empty_like(x) for x in state)
+        slow = time_scales[:3] if time_scales is not None else (None,) * 3
         return centred_step(
-            q, k, v, log_write, log_forget, *gates, read_mean, add_to, float(scale), memory, key_mean, value_mean,
-            log_z, write, forget, weights, mean, norm,
-        ), state  # fmt: skip
+            q, k, v, log_write, log_forget, *gates, read_mean, add_to, float(scale), list(state), list(new), *slow
+        ), new  # fmt: skip
+    rest = state, read_mean, scale, add_to, time_scales, in_place
+    return torch_centred_step(q, k, v, log_write, log_forget, *gates, *rest)
+
+
+@torch.no_grad()
+def torch_centred_step(
+    q, k, v, log_write, log_forget, log_exponent, log_erase, log_balance, state, read_mean, scale, add_to, time_scales,
+    in_place,
+):  # fmt: skip
+    """`_centred_step` with checked arguments, in torch; `state` with the states of the time scales."""
+    gates = log_exponent, log_erase, log_balance
+    # The memory is copied by what it becomes.
+    state = state if in_place else (state[0], *(x.clone() for x in state[1:]))
+    memory, key_mean, value_mean, log_z, *slow = state
     start = log_z.clone()
     kd, vd, vbar, rho2, lZ = centre_step(k, v, log_write, log_forget, log_z=log_z, mean=(key_mean, value_mean))
-    log_decay, erase, gain = reference.centred_gates(log_write, log_forget, lZ, start, *gates, rho2)
-    base = 0.0 if add_to is None else add_to.to(lZ.dtype)
-    if read_mean is not None:
-        base = base + read_mean[:, None] * vbar.to(read_mean.dtype)
-    if time_scales is not None:
-        extra, _ = running_mean_step(v, write, forget, log_z=norm, mean=mean)
-        base = base + torch.einsum("bthmv,hm->bthv", extra.to(lZ.dtype).unflatten(2, weights.shape), weights)
-    base = base.to(q.dtype) if isinstance(base, Tensor) else None
-    return _delta_rule_step(q, kd, vd, log_decay, erase, gain, scale, memory, base)[0], state
+    if log_exponent is None:
+        log_decay, erase = None, reference.scheduled_gain(log_write, log_forget, lZ, start, *gates[1:], rho2)
+        gain = erase
+    else:
+        log_decay, erase, gain = reference.centred_gates(log_write, log_forget, lZ, start, *gates, rho2)
+    base = _zeroth_order(v, vbar, read_mean, add_to, time_scales, slow, lZ.dtype)
+    base = None if base is None else base.to(q.dtype)
+    erase = torch.zeros_like(gain) if erase is None else erase
+    o, new = reference.recurrent_gated_delta(q, kd, vd, log_decay, erase, gain, scale, memory, None, base)
+    return o, (*_kept((memory,), (new,), in_place), *state[1:])
 
 
 def centred_gated_delta_step(
@@ -727,20 +845,24 @@ def centred_gated_delta_step(
     scale: float = 1.0,
     add_to: Tensor | None = None,
     time_scales: TimeScales | None = None,
-) -> tuple[Tensor, State]:
-    """`centred_gated_delta` for the next 1 to 8 tokens, one launch on a GPU. All states are updated in place.
+    in_place: bool = True,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`centred_gated_delta` for the next 1 to 8 tokens, one launch on a GPU.
 
     Args:
         state: (memory, key mean, value mean, log Z); before the first token 0, 0, 0 and -inf.
         time_scales: M more running means of v per head, added to o by per-head weights: (log_write [B,T,H*M],
             log_forget [B,T,H*M], weights [H,M], means [B,H*M,V], log Z [B,H*M]); the last two are states as well.
+        in_place: overwrite all states; False: leave them. That is faster: of a state that is overwritten one program
+            serves a whole head, whose statistics all its tiles must have read.
 
     Returns:
-        (o [B,T,H,V], state): the same tensors `state`, after the last token. No gradient.
+        (o [B,T,H,V], states after the last token): memory, key mean, value mean, log Z and, with time_scales, their
+        means and log Z; the same tensors, or new ones. No gradient.
     """
     return _centred_step(
         q, k, v, log_write, log_forget, log_exponent, log_erase, log_balance, state, read_mean, scale, add_to,
-        time_scales,
+        time_scales, in_place,
     )  # fmt: skip
 
 
@@ -758,11 +880,101 @@ def centred_linear_attn_step(
     scale: float = 1.0,
     add_to: Tensor | None = None,
     time_scales: TimeScales | None = None,
-) -> tuple[Tensor, State]:
+    in_place: bool = True,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`centred_linear_attn` for the next 1 to 8 tokens, as `centred_gated_delta_step`."""
     return _centred_step(
-        q, k, v, log_write, log_forget, log_exponent, logit, None, state, read_mean, scale, add_to, time_scales
-    )
+        q, k, v, log_write, log_forget, log_exponent, logit, None, state, read_mean, scale, add_to, time_scales,
+        in_place,
+    )  # fmt: skip
+
+
+def centred_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_write: Tensor,
+    log_forget: Tensor,
+    log_rate: Tensor,
+    schedule: Tensor,
+    *,
+    state: State,
+    read_mean: Tensor | None = None,
+    scale: float = 1.0,
+    add_to: Tensor | None = None,
+    time_scales: TimeScales | None = None,
+    in_place: bool = True,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The delta rule on centred keys and values at a scheduled rate (derivation.md §7), for the next 1 to 8 tokens.
+
+    `gated_delta` without decay and with beta = eta / (1 + eta rho2), log eta = log_rate + schedule log b, at most 30.
+    log_rate: [B,T,H]; schedule: [H]. The rest as `centred_gated_delta_step`.
+    """
+    return _centred_step(
+        q, k, v, log_write, log_forget, None, log_rate, schedule, state, read_mean, scale, add_to, time_scales,
+        in_place,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def centred_mesa_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_write: Tensor,
+    log_forget: Tensor,
+    log_exponent: Tensor,
+    logit: Tensor,
+    ridge: Tensor,
+    *,
+    state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    read_mean: Tensor | None = None,
+    scale: float = 1.0,
+    add_to: Tensor | None = None,
+    time_scales: TimeScales | None = None,
+    in_place: bool = True,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`mesa` on centred keys and values for the next 1 to 8 tokens: two launches on a GPU, for one token.
+
+    The covariances of k and v and of k are those of `centred_linear_attn`; every token's system is solved directly.
+
+    Args:
+        state: (Hkv [B,H,K,V], Hkk [B,H,K,K], key mean, value mean, log Z). ridge: [H,K], as `mesa` has it.
+
+    Returns:
+        (o [B,T,H,V], states after the last token): those of `state` and, with time_scales, their means and log Z. The
+        rest as `centred_gated_delta_step`.
+    """
+    batch, tokens, _ = log_write.shape
+    memory, key_memory, *statistics = state
+    _check_step(tokens, memory=memory, key_mean=statistics[0])
+    _check_centred(
+        q, k, v, log_write, log_forget, log_exponent, logit, None, read_mean, (memory, *statistics), batch
+    )  # fmt: skip
+    statistics = (*statistics, *_check_scales(time_scales, v, log_write))
+    if uses_kernels(q):
+        from .ops import centre_step as launch
+
+        _check_kernel_dims(k.shape[-1])
+        old = _dense(statistics, in_place)
+        new = old if in_place else tuple(torch.empty_like(x) for x in old)
+        slow = time_scales[:3] if time_scales is not None else (None,) * 3
+        kd, vd, base, log_decay, gain = launch(
+            k, v, log_write, log_forget, log_exponent, logit, read_mean, add_to, list(old), list(new), *slow
+        )  # fmt: skip
+    else:
+        new = statistics if in_place else tuple(x.clone() for x in statistics)
+        key_mean, value_mean, log_z, *slow = new
+        start = log_z.clone()
+        kd, vd, vbar, _, lZ = centre_step(k, v, log_write, log_forget, log_z=log_z, mean=(key_mean, value_mean))
+        log_decay, _, gain = reference.centred_gates(
+            log_write, log_forget, lZ, start, log_exponent, logit, None, None
+        )  # fmt: skip
+        base = _zeroth_order(v, vbar, read_mean, add_to, time_scales, slow, lZ.dtype)
+    o, memories = mesa_step(
+        q, kd, vd, log_decay, gain, ridge, state=(memory, key_memory), scale=scale, add_to=base, in_place=in_place
+    )  # fmt: skip
+    return o, (*memories, *new)
 
 
 def _check_logits(student: Tensor, weight: Tensor | None, temperature: float) -> None:

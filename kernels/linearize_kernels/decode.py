@@ -1,6 +1,7 @@
-"""D1: the next few tokens, all states updated in place: the delta rule (a program per row, head and tile of values),
+"""D1: the next few tokens, from a state to the next one, which may lie in the same place.
 
-the whole centred mixer with its running statistics and time scales, and MesaNet (a program per row and head each).
+The delta rule and the whole centred mixer with its running statistics and time scales have a program per row, head and
+tile of values (one per row and head where the statistics are overwritten), MesaNet one per row and head.
 """
 
 from __future__ import annotations
@@ -14,17 +15,43 @@ from .common import accumulator, rows, softplus, strides
 from .ridge import sweep
 
 
+@triton.jit
+def load_state(
+    place, value, key, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    S_KEY: tl.constexpr, S_VALUE: tl.constexpr,
+):  # fmt: skip
+    """[BV,BK] of a state, padded with zeros. Without masks, and with strides known, one address serves a thread."""
+    at = place + value[:, None] * S_VALUE + key[None, :] * S_KEY
+    if (K == BK) and (V % BV == 0):
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(value < V)[:, None] & (key < K)[None, :], other=0.0)
+
+
+@triton.jit
+def store_state(
+    place, S, value, key, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    S_KEY: tl.constexpr, S_VALUE: tl.constexpr,
+):  # fmt: skip
+    at = place + value[:, None] * S_VALUE + key[None, :] * S_KEY
+    if (K == BK) and (V % BV == 0):
+        tl.store(at, S.to(place.dtype.element_ty))
+    else:
+        tl.store(at, S.to(place.dtype.element_ty), mask=(value < V)[:, None] & (key < K)[None, :])
+
+
 @triton.jit(do_not_specialize=["H", "q_group", "k_group", "v_group", "scale"])
 def decode_kernel(
-    q, k, v, log_decay, beta, gain, add_to, state, o,
+    q, k, v, log_decay, beta, gain, add_to, state, new_state, o,
     H, q_group, k_group, v_group, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     decay_batch, decay_token, decay_head, beta_batch, beta_token, beta_head, gain_batch, gain_token, gain_head,
-    a_batch, a_token, a_head, s_batch, s_head, s_key, s_value,
+    a_batch, a_token, a_head, s_batch, s_head,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ERASE: tl.constexpr, DECAY: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr,
+    S_KEY: tl.constexpr, S_VALUE: tl.constexpr, ERASE: tl.constexpr, DECAY: tl.constexpr, ADD: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(V, BV)
+    tiles: tl.constexpr = (V + BV - 1) // BV
     line = tl.program_id(0) // tiles
     batch = tl.cast(line // H, tl.int64)
     head = line % H
@@ -32,31 +59,31 @@ def decode_kernel(
     value = (tl.program_id(0) % tiles) * BV + tl.arange(0, BV)
     in_key = key < K
     in_value = value < V
-    tile = in_value[:, None] & in_key[None, :]
-    state += batch * s_batch + head * s_head
-    place = state + value[:, None] * s_value + key[None, :] * s_key
-    S = tl.load(place, mask=tile, other=0.0).to(ACC)
+    at = batch * s_batch + head * s_head
+    S = load_state(state + at, value, key, K, V, BK, BV, S_KEY, S_VALUE).to(ACC)
     q += batch * q_batch + tl.cast(head // q_group, tl.int64) * q_head
     k += batch * k_batch + tl.cast(head // k_group, tl.int64) * k_head
     v += batch * v_batch + tl.cast(head // v_group, tl.int64) * v_head
-    for t in tl.static_range(T):
+    for t in range(T):
         queries = tl.load(q + t * q_token + key, mask=in_key, other=0.0).to(ACC)
         keys = tl.load(k + t * k_token + key, mask=in_key, other=0.0).to(ACC)
-        values = tl.load(v + t * v_token + value, mask=in_value, other=0.0).to(ACC)
-        write = tl.load(gain + batch * gain_batch + t * gain_token + head * gain_head).to(ACC)
+        y = tl.load(v + t * v_token + value, mask=in_value, other=0.0).to(ACC)
+        y *= tl.load(gain + batch * gain_batch + t * gain_token + head * gain_head).to(ACC)
+        # Both reads are of the state as it came, so that neither waits for the other.
+        out = tl.sum(S * queries[None, :], axis=1)
+        kept = tl.cast(1.0, ACC)
         if DECAY:
-            S *= tl.exp(tl.load(log_decay + batch * decay_batch + t * decay_token + head * decay_head).to(ACC))
-        y = write * values
+            kept = tl.exp(tl.load(log_decay + batch * decay_batch + t * decay_token + head * decay_head).to(ACC))
         if ERASE:
             erase = tl.load(beta + batch * beta_batch + t * beta_token + head * beta_head).to(ACC)
-            y -= erase * tl.sum(S * keys[None, :], axis=1)
-        S += y[:, None] * keys[None, :]
-        out = scale * tl.sum(S * queries[None, :], axis=1)
+            y -= (erase * kept) * tl.sum(S * keys[None, :], axis=1)
+        out = scale * (kept * out + tl.sum(queries * keys, axis=0) * y)
+        S = kept * S + y[:, None] * keys[None, :]
         if ADD:
             extra = add_to + batch * a_batch + t * a_token + head * a_head + value
             out += tl.load(extra, mask=in_value, other=0.0).to(ACC)
         tl.store(o + ((batch * T + t) * H + head) * V + value, out.to(o.dtype.element_ty), mask=in_value)
-    tl.store(place, S.to(state.dtype.element_ty), mask=tile)
+    store_state(new_state + at, S, value, key, K, V, BK, BV, S_KEY, S_VALUE)
 
 
 # (K rounded up to a power of two) -> (tile of values, warps)
@@ -65,26 +92,30 @@ DECODE = {32: (32, 1), 64: (32, 2), 128: (32, 4), 256: (16, 4)}
 
 def step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, gain: Tensor, scale: float,
-    state: Tensor, add_to: Tensor | None,
+    state: Tensor, new_state: Tensor, add_to: Tensor | None, warps: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """o [B,T,H,V] of T = 1 to 8 tokens; `state` [B,H,K,V], any strides, is overwritten. Fastest with K dense."""
+    """o [B,T,H,V] of T = 1 to 8 tokens; the state after them goes to `new_state`, alike in shape and strides.
+
+    `state` and `new_state` [B,H,K,V] have any strides and may be the same tensor. warps: instead of the table's.
+    """
     q, k, v = rows(q), rows(k), rows(v)
     batch, tokens, heads = gain.shape
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     padded = max(32, triton.next_power_of_2(key_dim))
-    tile, warps = DECODE[padded]
+    tile, usual = DECODE[padded]
+    tile = min(tile, max(16, triton.next_power_of_2(value_dim)))
     decay = gain if log_decay is None else log_decay
     erase = gain if beta is None else beta
     add_to = None if add_to is None else rows(add_to)
     o = torch.empty(batch, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     decode_kernel[(batch * heads * triton.cdiv(value_dim, tile),)](
-        q, k, v, decay, erase, gain, add_to, state, o,
+        q, k, v, decay, erase, gain, add_to, state, new_state, o,
         heads, heads // q.shape[2], heads // k.shape[2], heads // v.shape[2], scale,
         *strides(q), *strides(k), *strides(v), *strides(decay), *strides(erase), *strides(gain),
-        *((0, 0, 0) if add_to is None else strides(add_to)),
-        state.stride(0), state.stride(1), state.stride(2), state.stride(3),
-        T=tokens, K=key_dim, V=value_dim, BK=padded, BV=tile, ERASE=beta is not None, DECAY=log_decay is not None,
-        ADD=add_to is not None, ACC=accumulator(q.dtype), num_warps=warps,
+        *((0, 0, 0) if add_to is None else strides(add_to)), state.stride(0), state.stride(1),
+        T=tokens, K=key_dim, V=value_dim, BK=padded, BV=tile, S_KEY=state.stride(2), S_VALUE=state.stride(3),
+        ERASE=beta is not None, DECAY=log_decay is not None, ADD=add_to is not None, ACC=accumulator(q.dtype),
+        num_warps=warps or usual,
     )  # fmt: skip
     return o
 
@@ -107,38 +138,27 @@ def next_norm(write, forget, before):
     return norm, share, live, odds
 
 
-@triton.jit
-def slow_mean(
-    v, scale_write, scale_forget, scale_mean, scale_log_z, line, batch, column, value, in_value, v_token,
-    y_batch, y_token, y_head, z_batch, z_token, z_head, count, m,
-    V: tl.constexpr, SCALES: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """A tile of the running mean at time scale m after `count` of the new tokens, from the state before them."""
-    norm = tl.load(scale_log_z + line * SCALES + m).to(ACC)
-    mean = tl.load(scale_mean + (line * SCALES + m) * V + value, mask=in_value, other=0.0).to(ACC)
-    for u in range(count):
-        norm, share, _, _ = next_norm(
-            tl.load(scale_write + batch * y_batch + u * y_token + column * y_head).to(ACC),
-            tl.load(scale_forget + batch * z_batch + u * z_token + column * z_head).to(ACC),
-            norm,
-        )
-        mean += share * (tl.load(v + u * v_token + value, mask=in_value, other=0.0).to(ACC) - mean)
-    return mean
+# What the memory of a centred step does with a token: it only decays and writes, also erases, or erases at a scheduled
+# rate and never decays.
+COVARIANCE, GATED, SCHEDULED = (tl.constexpr(rule) for rule in range(3))
 
 
 @triton.jit(do_not_specialize=["H", "q_group", "k_group", "v_group", "scale"])
 def centred_step_kernel(
     q, k, v, log_write, log_forget, log_exponent, log_erase, balance, read_mean, add_to, scale_write, scale_forget,
-    read_scales, state, key_mean, value_mean, log_z, scale_mean, scale_log_z, o,
+    read_scales, state, key_mean, value_mean, log_z, scale_mean, scale_log_z,
+    new_state, new_key_mean, new_value_mean, new_log_z, new_scale_mean, new_scale_log_z, o,
     H, q_group, k_group, v_group, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     w_batch, w_token, w_head, f_batch, f_token, f_head, e_batch, e_token, e_head, r_batch, r_token, r_head,
-    a_batch, a_token, a_head, s_batch, s_head, s_key, s_value,
-    y_batch, y_token, y_head, z_batch, z_token, z_head,
-    T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALES: tl.constexpr,
-    ERASE: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr,
+    a_batch, a_token, a_head, s_batch, s_head, y_batch, y_token, y_head, z_batch, z_token, z_head,
+    T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, S_KEY: tl.constexpr,
+    S_VALUE: tl.constexpr, PARTS: tl.constexpr, SCALES: tl.constexpr, BM: tl.constexpr, RULE: tl.constexpr,
+    MEAN: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    line = tl.cast(tl.program_id(0), tl.int64)
+    line = tl.cast(tl.program_id(0) // PARTS, tl.int64)
+    part = tl.program_id(0) % PARTS
+    span: tl.constexpr = ((V + BV - 1) // BV + PARTS - 1) // PARTS * BV
     batch = line // H
     head = line % H
     key = tl.arange(0, BK)
@@ -150,21 +170,24 @@ def centred_step_kernel(
     log_forget += batch * f_batch + head * f_head
     log_exponent += batch * e_batch + head * e_head
     log_erase += batch * r_batch + head * r_head
-    state += batch * s_batch + head * s_head
-    start_mean = tl.load(key_mean + line * K + key, mask=in_key, other=0.0).to(ACC)
-    start_norm = tl.load(log_z + line).to(ACC)
-    # One program has the whole head, so the statistics may be overwritten once all tiles of values have used them.
-    mean = start_mean
-    norm = start_norm
-    for value0 in range(0, V, BV):
-        value = value0 + tl.arange(0, BV)
+    at = batch * s_batch + head * s_head
+    for value0 in range(0, span, BV):
+        value = part * span + value0 + tl.arange(0, BV)
         in_value = value < V
-        place = state + value[:, None] * s_value + key[None, :] * s_key
-        tile = in_value[:, None] & in_key[None, :]
-        S = tl.load(place, mask=tile, other=0.0).to(ACC)
+        S = load_state(state + at, value, key, K, V, BK, BV, S_KEY, S_VALUE).to(ACC)
+        mean = tl.load(key_mean + line * K + key, mask=in_key, other=0.0).to(ACC)
+        norm = tl.load(log_z + line).to(ACC)
         shown = tl.load(value_mean + line * V + value, mask=in_value, other=0.0).to(ACC)
-        mean = start_mean
-        norm = start_norm
+        if SCALES > 0:
+            m = tl.arange(0, BM)
+            in_m = m < SCALES
+            own = in_m[:, None] & in_value[None, :]
+            slow_at = (line * SCALES + m)[:, None] * V + value[None, :]
+            slow = tl.load(scale_mean + slow_at, mask=own, other=0.0).to(ACC)
+            slow_norm = tl.load(scale_log_z + line * SCALES + m, mask=in_m, other=float("-inf")).to(ACC)
+            weight = tl.load(read_scales + head * SCALES + m, mask=in_m, other=0.0).to(ACC)
+            slow_write = scale_write + batch * y_batch + (head * SCALES + m) * y_head
+            slow_forget = scale_forget + batch * z_batch + (head * SCALES + m) * z_head
         for t in range(T):
             queries = tl.load(q + t * q_token + key, mask=in_key, other=0.0).to(ACC)
             keys = tl.load(k + t * k_token + key, mask=in_key, other=0.0).to(ACC)
@@ -173,93 +196,98 @@ def centred_step_kernel(
             norm, share, live, odds = next_norm(
                 tl.load(log_write + t * w_token).to(ACC), tl.load(log_forget + t * f_token).to(ACC), norm
             )
-            strength = -softplus(-odds)
-            keep = -softplus(odds)
-            exponent = tl.load(log_exponent + t * e_token).to(ACC)
             moved = tl.load(log_erase + t * r_token).to(ACC)
-            S *= tl.exp(tl.where(live, tl.maximum(tl.exp(exponent) * keep, -80.0), 0.0))
+            keep = -softplus(odds)
+            kept = tl.cast(1.0, ACC)
+            if RULE != SCHEDULED:
+                exponent = tl.load(log_exponent + t * e_token).to(ACC)
+                kept = tl.exp(tl.where(live, tl.maximum(tl.exp(exponent) * keep, -80.0), 0.0))
             kd = tl.where(before, keys - mean, 0.0)
-            vd = tl.where(before, values - shown, 0.0)
-            if ERASE:
-                c = tl.exp(tl.load(balance + head).to(ACC))
-                a = tl.exp(tl.where(live, strength + keep + moved, float("-inf")))
-                shrink = a / (1.0 + a * c * c * tl.sum(kd * kd, axis=0))
-                y = shrink * c * vd - (shrink * c * c) * tl.sum(S * kd[None, :], axis=1)
-            else:
-                y = tl.exp(tl.where(live, keep - softplus(-(odds + moved)), float("-inf"))) * vd
-            S += y[:, None] * kd[None, :]
+            y = tl.where(before, values - shown, 0.0)
             mean += share * (keys - mean)
             shown += share * (values - shown)
-            out = scale * tl.sum(S * queries[None, :], axis=1)
+            out = tl.sum(S * queries[None, :], axis=1)
+            if RULE == COVARIANCE:
+                y *= tl.exp(tl.where(live, keep - softplus(-(odds + moved)), float("-inf")))
+            else:
+                if RULE == GATED:
+                    c = tl.exp(tl.load(balance + head).to(ACC))
+                    a = tl.exp(tl.where(live, keep - softplus(-odds) + moved, float("-inf")))
+                else:
+                    c = tl.cast(1.0, ACC)
+                    rate = moved - tl.load(balance + head).to(ACC) * softplus(-odds)
+                    a = tl.exp(tl.where(live, tl.minimum(rate, 30.0), float("-inf")))
+                shrink = a * c / (1.0 + a * c * c * tl.sum(kd * kd, axis=0))
+                y = shrink * (y - (c * kept) * tl.sum(S * kd[None, :], axis=1))
+            out = scale * (kept * out + tl.sum(queries * kd, axis=0) * y)
+            S = kept * S + y[:, None] * kd[None, :]
             if MEAN:
                 out += tl.load(read_mean + head).to(ACC) * shown
-            for m in range(SCALES):
-                slow = slow_mean(
-                    v, scale_write, scale_forget, scale_mean, scale_log_z, line, batch, head * SCALES + m, value,
-                    in_value, v_token, y_batch, y_token, y_head, z_batch, z_token, z_head, t + 1, m, V, SCALES, ACC,
-                )  # fmt: skip
-                out += tl.load(read_scales + head * SCALES + m).to(ACC) * slow
+            if SCALES > 0:
+                slow_norm, slow_share, _, _ = next_norm(
+                    tl.load(slow_write + t * y_token, mask=in_m, other=float("-inf")).to(ACC),
+                    tl.load(slow_forget + t * z_token, mask=in_m, other=0.0).to(ACC),
+                    slow_norm,
+                )
+                slow += slow_share[:, None] * (values[None, :] - slow)
+                out += tl.sum(weight[:, None] * slow, axis=0)
             if ADD:
                 extra = add_to + batch * a_batch + t * a_token + head * a_head + value
                 out += tl.load(extra, mask=in_value, other=0.0).to(ACC)
             tl.store(o + ((batch * T + t) * H + head) * V + value, out.to(o.dtype.element_ty), mask=in_value)
-        tl.store(place, S.to(state.dtype.element_ty), mask=tile)
-        # Warps hold copies of a row of values: all must have read the old one.
+        store_state(new_state + at, S, value, key, K, V, BK, BV, S_KEY, S_VALUE)
+        # Threads hold copies of a row: all must have read the old one.
         tl.debug_barrier()
-        tl.store(value_mean + line * V + value, shown.to(value_mean.dtype.element_ty), mask=in_value)
-        for m in range(SCALES):
-            slow = slow_mean(
-                v, scale_write, scale_forget, scale_mean, scale_log_z, line, batch, head * SCALES + m, value,
-                in_value, v_token, y_batch, y_token, y_head, z_batch, z_token, z_head, T, m, V, SCALES, ACC,
-            )  # fmt: skip
-            tl.debug_barrier()
-            at = scale_mean + (line * SCALES + m) * V + value
-            tl.store(at, slow.to(scale_mean.dtype.element_ty), mask=in_value)
-    tl.debug_barrier()
-    tl.store(key_mean + line * K + key, mean.to(key_mean.dtype.element_ty), mask=in_key)
-    tl.store(log_z + line, norm.to(log_z.dtype.element_ty))
-    for m in range(SCALES):
-        norm_m = tl.load(scale_log_z + line * SCALES + m).to(ACC)
-        for t in range(T):
-            norm_m, _, _, _ = next_norm(
-                tl.load(scale_write + batch * y_batch + t * y_token + (head * SCALES + m) * y_head).to(ACC),
-                tl.load(scale_forget + batch * z_batch + t * z_token + (head * SCALES + m) * z_head).to(ACC),
-                norm_m,
-            )
-        tl.debug_barrier()
-        tl.store(scale_log_z + line * SCALES + m, norm_m.to(scale_log_z.dtype.element_ty))
+        tl.store(new_value_mean + line * V + value, shown.to(new_value_mean.dtype.element_ty), mask=in_value)
+        if SCALES > 0:
+            tl.store(new_scale_mean + slow_at, slow.to(new_scale_mean.dtype.element_ty), mask=own)
+        if (value0 + BV >= span) & (part == 0):
+            tl.store(new_key_mean + line * K + key, mean.to(new_key_mean.dtype.element_ty), mask=in_key)
+            tl.store(new_log_z + line, norm.to(new_log_z.dtype.element_ty))
+            if SCALES > 0:
+                slow_norm_at = new_scale_log_z + line * SCALES + m
+                tl.store(slow_norm_at, slow_norm.to(new_scale_log_z.dtype.element_ty), mask=in_m)
 
 
-# (K rounded up to a power of two) -> (tile of values, warps): a program serves a whole head
-CENTRED = {32: (16, 2), 64: (16, 4), 128: (16, 4), 256: (16, 8)}
+# (K rounded up to a power of two) -> (tile of values, warps)
+CENTRED = {32: (32, 2), 64: (32, 4), 128: (32, 4), 256: (16, 8)}
 
 
 def centred_step(
-    q: Tensor, k: Tensor, v: Tensor, log_write: Tensor, log_forget: Tensor, log_exponent: Tensor, log_erase: Tensor,
-    balance: Tensor | None, read_mean: Tensor | None, add_to: Tensor | None, scale: float, state: Tensor,
-    key_mean: Tensor, value_mean: Tensor, log_z: Tensor, scale_write: Tensor | None, scale_forget: Tensor | None,
-    read_scales: Tensor | None, scale_mean: Tensor | None, scale_log_z: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_write: Tensor, log_forget: Tensor, log_exponent: Tensor | None,
+    log_erase: Tensor, balance: Tensor | None, read_mean: Tensor | None, add_to: Tensor | None, scale: float,
+    state: list[Tensor], new_state: list[Tensor], scale_write: Tensor | None, scale_forget: Tensor | None,
+    read_scales: Tensor | None, warps: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """o [B,T,H,V] of T = 1 to 8 tokens in one launch; all states are overwritten. balance = None: no erase."""
+    """o [B,T,H,V] of T = 1 to 8 tokens in one launch; the state after them goes to `new_state`.
+
+    state, new_state: memory [B,H,K,V] of any strides, key mean, value mean, log Z and, with scale_write, the means and
+    log Z of the time scales, contiguous; alike in shape and strides. Where they are the same tensors, one program has
+    the whole head, because all tiles must have read what it overwrites; else each tile of values has one. balance: None
+    for the covariance; log c_h for the gated delta rule; without log_exponent, the power of b_t in the learning rate.
+    """
     q, k, v = rows(q), rows(k), rows(v)
     batch, tokens, heads = log_write.shape
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     padded = max(32, triton.next_power_of_2(key_dim))
-    tile, warps = CENTRED[padded]
-    tile = min(tile, max(16, triton.next_power_of_2(value_dim)))
+    tile, usual = CENTRED[padded]
+    rule = COVARIANCE if balance is None else SCHEDULED if log_exponent is None else GATED
+    scales = 0 if scale_write is None else read_scales.shape[1]
     add_to = None if add_to is None else rows(add_to)
     o = torch.empty(batch, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
-    gates = log_write, log_forget, log_exponent, log_erase
+    gates = log_write, log_forget, log_erase if log_exponent is None else log_exponent, log_erase
     slow = [(0, 0, 0) if x is None else strides(x) for x in (scale_write, scale_forget)]
-    centred_step_kernel[(batch * heads,)](
-        q, k, v, *gates, log_z if balance is None else balance, read_mean, add_to, scale_write, scale_forget,
-        read_scales, state, key_mean, value_mean, log_z, scale_mean, scale_log_z, o,
+    states = [*state, *(None,) * (6 - len(state)), *new_state, *(None,) * (6 - len(state))]
+    tile = min(tile, max(16, triton.next_power_of_2(value_dim)))
+    parts = 1 if state[1].data_ptr() == new_state[1].data_ptr() else triton.cdiv(value_dim, tile)
+    centred_step_kernel[(batch * heads * parts,)](
+        q, k, v, *gates, balance, read_mean, add_to, scale_write, scale_forget, read_scales, *states, o,
         heads, heads // q.shape[2], heads // k.shape[2], heads // v.shape[2], scale,
         *strides(q), *strides(k), *strides(v), *(s for x in gates for s in strides(x)),
-        *((0, 0, 0) if add_to is None else strides(add_to)), *state.stride(), *slow[0], *slow[1],
-        T=tokens, K=key_dim, V=value_dim, BK=padded, BV=tile,
-        SCALES=0 if scale_write is None else read_scales.shape[1], ERASE=balance is not None,
-        MEAN=read_mean is not None, ADD=add_to is not None, ACC=accumulator(q.dtype), num_warps=warps,
+        *((0, 0, 0) if add_to is None else strides(add_to)), *state[0].stride()[:2], *slow[0], *slow[1],
+        T=tokens, K=key_dim, V=value_dim, BK=padded, BV=tile, S_KEY=state[0].stride(2), S_VALUE=state[0].stride(3),
+        PARTS=parts, SCALES=scales, BM=max(1, triton.next_power_of_2(scales)), RULE=rule, MEAN=read_mean is not None,
+        ADD=add_to is not None, ACC=accumulator(q.dtype), num_warps=warps or usual,
     )  # fmt: skip
     return o
 
@@ -291,14 +319,126 @@ def times(A, x):
     return tl.sum(A * x[None, :], axis=1)
 
 
+@triton.jit(do_not_specialize=["H", "k_group", "v_group"])
+def centre_step_kernel(
+    k, v, log_write, log_forget, log_exponent, logit, read_mean, add_to, scale_write, scale_forget, read_scales,
+    key_mean, value_mean, log_z, scale_mean, scale_log_z,
+    new_key_mean, new_value_mean, new_log_z, new_scale_mean, new_scale_log_z, kd, vd, base, log_decay, gain,
+    H, k_group, v_group,
+    k_batch, k_token, k_head, v_batch, v_token, v_head, w_batch, w_token, w_head, f_batch, f_token, f_head,
+    e_batch, e_token, e_head, r_batch, r_token, r_head, a_batch, a_token, a_head,
+    y_batch, y_token, y_head, z_batch, z_token, z_head,
+    T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALES: tl.constexpr,
+    BM: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    line = tl.cast(tl.program_id(0), tl.int64)
+    batch = line // H
+    head = line % H
+    key = tl.arange(0, BK)
+    value = tl.arange(0, BV)
+    in_key = key < K
+    in_value = value < V
+    k += batch * k_batch + tl.cast(head // k_group, tl.int64) * k_head
+    v += batch * v_batch + tl.cast(head // v_group, tl.int64) * v_head
+    mean = tl.load(key_mean + line * K + key, mask=in_key, other=0.0).to(ACC)
+    shown = tl.load(value_mean + line * V + value, mask=in_value, other=0.0).to(ACC)
+    norm = tl.load(log_z + line).to(ACC)
+    if SCALES > 0:
+        m = tl.arange(0, BM)
+        in_m = m < SCALES
+        own = in_m[:, None] & in_value[None, :]
+        slow_at = (line * SCALES + m)[:, None] * V + value[None, :]
+        slow = tl.load(scale_mean + slow_at, mask=own, other=0.0).to(ACC)
+        slow_norm = tl.load(scale_log_z + line * SCALES + m, mask=in_m, other=float("-inf")).to(ACC)
+        weight = tl.load(read_scales + head * SCALES + m, mask=in_m, other=0.0).to(ACC)
+        slow_write = scale_write + batch * y_batch + (head * SCALES + m) * y_head
+        slow_forget = scale_forget + batch * z_batch + (head * SCALES + m) * z_head
+    for t in range(T):
+        keys = tl.load(k + t * k_token + key, mask=in_key, other=0.0).to(ACC)
+        values = tl.load(v + t * v_token + value, mask=in_value, other=0.0).to(ACC)
+        write = tl.load(log_write + batch * w_batch + t * w_token + head * w_head).to(ACC)
+        forget = tl.load(log_forget + batch * f_batch + t * f_token + head * f_head).to(ACC)
+        exponent = tl.load(log_exponent + batch * e_batch + t * e_token + head * e_head).to(ACC)
+        moved = tl.load(logit + batch * r_batch + t * r_token + head * r_head).to(ACC)
+        before = norm > float("-inf")
+        norm, share, live, odds = next_norm(write, forget, norm)
+        keep = -softplus(odds)
+        row = (batch * T + t) * H + head
+        decay = tl.where(live, tl.maximum(tl.exp(exponent) * keep, -80.0), 0.0)
+        tl.store(log_decay + row, decay.to(log_decay.dtype.element_ty))
+        strength = tl.exp(tl.where(live, keep - softplus(-(odds + moved)), float("-inf")))
+        tl.store(gain + row, strength.to(gain.dtype.element_ty))
+        centred = tl.where(before, keys - mean, 0.0)
+        tl.store(kd + row * K + key, centred.to(kd.dtype.element_ty), mask=in_key)
+        centred = tl.where(before, values - shown, 0.0)
+        tl.store(vd + row * V + value, centred.to(vd.dtype.element_ty), mask=in_value)
+        mean += share * (keys - mean)
+        shown += share * (values - shown)
+        out = tl.zeros([BV], dtype=ACC)
+        if MEAN:
+            out += tl.load(read_mean + head).to(ACC) * shown
+        if SCALES > 0:
+            slow_norm, slow_share, _, _ = next_norm(
+                tl.load(slow_write + t * y_token, mask=in_m, other=float("-inf")).to(ACC),
+                tl.load(slow_forget + t * z_token, mask=in_m, other=0.0).to(ACC),
+                slow_norm,
+            )
+            slow += slow_share[:, None] * (values[None, :] - slow)
+            out += tl.sum(weight[:, None] * slow, axis=0)
+        if ADD:
+            extra = add_to + batch * a_batch + t * a_token + head * a_head + value
+            out += tl.load(extra, mask=in_value, other=0.0).to(ACC)
+        tl.store(base + row * V + value, out.to(base.dtype.element_ty), mask=in_value)
+    # Threads hold copies of a row: all must have read the old one.
+    tl.debug_barrier()
+    tl.store(new_key_mean + line * K + key, mean.to(new_key_mean.dtype.element_ty), mask=in_key)
+    tl.store(new_value_mean + line * V + value, shown.to(new_value_mean.dtype.element_ty), mask=in_value)
+    tl.store(new_log_z + line, norm.to(new_log_z.dtype.element_ty))
+    if SCALES > 0:
+        tl.store(new_scale_mean + slow_at, slow.to(new_scale_mean.dtype.element_ty), mask=own)
+        slow_norm_at = new_scale_log_z + line * SCALES + m
+        tl.store(slow_norm_at, slow_norm.to(new_scale_log_z.dtype.element_ty), mask=in_m)
+
+
+def centre_step(
+    k: Tensor, v: Tensor, log_write: Tensor, log_forget: Tensor, log_exponent: Tensor, logit: Tensor,
+    read_mean: Tensor | None, add_to: Tensor | None, state: list[Tensor], new_state: list[Tensor],
+    scale_write: Tensor | None, scale_forget: Tensor | None, read_scales: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(kd, vd, zeroth order, log decay, gain) of T = 1 to 8 tokens for a memory that is a running covariance.
+
+    Arguments as `centred_step`, without the memory among the states.
+    """
+    k, v = rows(k), rows(v)
+    batch, tokens, heads = log_write.shape
+    key_dim, value_dim = k.shape[-1], v.shape[-1]
+    scales = 0 if scale_write is None else read_scales.shape[1]
+    add_to = None if add_to is None else rows(add_to)
+    kd, vd = (x.new_empty(batch, tokens, heads, x.shape[-1]) for x in (k, v))
+    base = torch.empty(vd.shape, dtype=state[0].dtype, device=v.device)
+    log_decay, gain = (torch.empty(log_write.shape, dtype=state[0].dtype, device=v.device) for _ in range(2))
+    gates = log_write, log_forget, log_exponent, logit
+    slow = [(0, 0, 0) if x is None else strides(x) for x in (scale_write, scale_forget)]
+    states = [*state, *(None,) * (5 - len(state)), *new_state, *(None,) * (5 - len(state))]
+    centre_step_kernel[(batch * heads,)](
+        k, v, *gates, read_mean, add_to, scale_write, scale_forget, read_scales, *states, kd, vd, base, log_decay, gain,
+        heads, heads // k.shape[2], heads // v.shape[2],
+        *strides(k), *strides(v), *(s for x in gates for s in strides(x)),
+        *((0, 0, 0) if add_to is None else strides(add_to)), *slow[0], *slow[1],
+        T=tokens, K=key_dim, V=value_dim, BK=max(32, triton.next_power_of_2(key_dim)),
+        BV=max(32, triton.next_power_of_2(value_dim)), SCALES=scales, BM=max(1, triton.next_power_of_2(scales)),
+        MEAN=read_mean is not None, ADD=add_to is not None, ACC=accumulator(k.dtype), num_warps=1,
+    )  # fmt: skip
+    return kd, vd, base, log_decay, gain
+
+
 @triton.jit(do_not_specialize=["H", "q_group", "k_group", "v_group", "max_iter", "scale", "tol"])
 def mesa_step_kernel(
-    q, k, v, log_decay, gain, ridge, add_to, Hkv, Hkk, M, o,
+    q, k, v, log_decay, gain, ridge, add_to, Hkv, Hkk, new_Hkv, new_Hkk, M, o,
     H, q_group, k_group, v_group, max_iter, scale, tol,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    decay_batch, decay_token, decay_head, gain_batch, gain_token, gain_head, a_batch, a_token, a_head,
-    s_batch, s_head, s_key, s_value,
-    T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
+    q_batch, q_head, k_batch, k_head, v_batch, v_head, decay_batch, decay_head, gain_batch, gain_head,
+    a_batch, a_head, o_batch, s_batch, s_head, s_key, s_value,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
     ADD: tl.constexpr, CACHED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     line = tl.cast(tl.program_id(0), tl.int64)
@@ -310,69 +450,70 @@ def mesa_step_kernel(
     k += batch * k_batch + tl.cast(head // k_group, tl.int64) * k_head
     v += batch * v_batch + tl.cast(head // v_group, tl.int64) * v_head
     Hkv += batch * s_batch + head * s_head
+    Hkk += line * K * K
+    new_Hkv += batch * s_batch + head * s_head
+    new_Hkk += line * K * K
     shift = tl.load(ridge + head * K + key, mask=in_key, other=1.0).to(ACC)
-    for t in range(T):
-        queries = tl.load(q + t * q_token + key, mask=in_key, other=0.0).to(ACC)
-        keys = tl.load(k + t * k_token + key, mask=in_key, other=0.0).to(ACC)
-        write = tl.load(gain + batch * gain_batch + t * gain_token + head * gain_head).to(ACC)
-        # In registers no longer than needed, and read back after a barrier.
-        A = load_square(Hkk + line * K * K, K, BK).to(ACC)
-        if DECAY:
-            kept = tl.exp(tl.load(log_decay + batch * decay_batch + t * decay_token + head * decay_head).to(ACC))
-            A *= kept
-        A += (write * keys)[:, None] * keys[None, :]
-        store_square(Hkk + line * K * K, A.to(Hkk.dtype.element_ty), K, BK)
-        tl.debug_barrier()
-        size = tl.maximum(tl.sqrt(tl.sum(queries * queries, axis=0)), 1e-30)
-        left = queries * (1.0 / size)
-        x = tl.zeros([BK], dtype=ACC)
-        norm = tl.sqrt(tl.sum(left * left, axis=0))
+    queries = tl.load(q + key, mask=in_key, other=0.0).to(ACC)
+    keys = tl.load(k + key, mask=in_key, other=0.0).to(ACC)
+    write = tl.load(gain + batch * gain_batch + head * gain_head).to(ACC)
+    # In registers no longer than needed, and read back after a barrier.
+    A = load_square(Hkk, K, BK).to(ACC)
+    if DECAY:
+        kept = tl.exp(tl.load(log_decay + batch * decay_batch + head * decay_head).to(ACC))
+        A *= kept
+    A += (write * keys)[:, None] * keys[None, :]
+    store_square(new_Hkk, A.to(new_Hkk.dtype.element_ty), K, BK)
+    tl.debug_barrier()
+    size = tl.maximum(tl.sqrt(tl.sum(queries * queries, axis=0)), 1e-30)
+    left = queries * (1.0 / size)
+    x = tl.zeros([BK], dtype=ACC)
+    norm = tl.sqrt(tl.sum(left * left, axis=0))
+    if CACHED:
+        p = times(load_square(M + line * K * K, K, BK).to(ACC), left)
+        rz = tl.sum(left * p, axis=0)
+        i = tl.cast(0, tl.int32)
+        while (i < max_iter) & (norm > tol) & (rz > 0):
+            Ap = times(A, p) + shift * p
+            curve = tl.sum(p * Ap, axis=0)
+            step = tl.where(curve > 0, rz / tl.where(curve > 0, curve, 1.0), 0.0)
+            x += step * p
+            left -= step * Ap
+            norm = tl.sqrt(tl.sum(left * left, axis=0))
+            # From the cache every time: with A it would not fit the registers.
+            z = times(load_square(M + line * K * K, K, BK).to(ACC), left)
+            new = tl.sum(left * z, axis=0)
+            p = z + (new / rz) * p
+            rz = new
+            i += 1
+    if norm > tol:
+        # Directly, and once more for the residual: this token's inverse then serves the next ones.
+        whole = tl.max(tl.max(tl.abs(A), axis=1), axis=0) + tl.max(shift, axis=0)
+        diagonal = tl.where(key[:, None] == key[None, :], (shift * (1.0 / whole))[None, :], 0.0)
+        swept = sweep(A * (1.0 / whole) + diagonal, BK)
+        first = times(swept, left * (1.0 / whole))
+        left -= times(load_square(new_Hkk, K, BK).to(ACC), first) + shift * first
+        x += first + times(swept, left * (1.0 / whole))
         if CACHED:
-            p = times(load_square(M + line * K * K, K, BK).to(ACC), left)
-            rz = tl.sum(left * p, axis=0)
-            i = tl.cast(0, tl.int32)
-            while (i < max_iter) & (norm > tol) & (rz > 0):
-                Ap = times(A, p) + shift * p
-                curve = tl.sum(p * Ap, axis=0)
-                step = tl.where(curve > 0, rz / tl.where(curve > 0, curve, 1.0), 0.0)
-                x += step * p
-                left -= step * Ap
-                norm = tl.sqrt(tl.sum(left * left, axis=0))
-                # From the cache every time: with A it would not fit the registers.
-                z = times(load_square(M + line * K * K, K, BK).to(ACC), left)
-                new = tl.sum(left * z, axis=0)
-                p = z + (new / rz) * p
-                rz = new
-                i += 1
-        if norm > tol:
-            # Directly, and once more for the residual: this token's inverse then serves the next ones.
-            whole = tl.max(tl.max(tl.abs(A), axis=1), axis=0) + tl.max(shift, axis=0)
-            diagonal = tl.where(key[:, None] == key[None, :], (shift * (1.0 / whole))[None, :], 0.0)
-            swept = sweep(A * (1.0 / whole) + diagonal, BK)
-            first = times(swept, left * (1.0 / whole))
-            left -= times(load_square(Hkk + line * K * K, K, BK).to(ACC), first) + shift * first
-            x += first + times(swept, left * (1.0 / whole))
-            if CACHED:
-                tl.debug_barrier()
-                store_square(M + line * K * K, swept.to(M.dtype.element_ty), K, BK)
-        x = x * (scale * size)
-        for value0 in range(0, V, BV):
-            value = value0 + tl.arange(0, BV)
-            in_value = value < V
-            tile = in_key[:, None] & in_value[None, :]
-            at = Hkv + key[:, None] * s_key + value[None, :] * s_value
-            S = tl.load(at, mask=tile, other=0.0).to(ACC)
-            if DECAY:
-                S *= kept
-            values = tl.load(v + t * v_token + value, mask=in_value, other=0.0).to(ACC)
-            S += (write * keys)[:, None] * values[None, :]
-            out = tl.sum(S * x[:, None], axis=0)
-            if ADD:
-                extra = add_to + batch * a_batch + t * a_token + head * a_head + value
-                out += tl.load(extra, mask=in_value, other=0.0).to(ACC)
-            tl.store(o + ((batch * T + t) * H + head) * V + value, out.to(o.dtype.element_ty), mask=in_value)
-            tl.store(at, S.to(Hkv.dtype.element_ty), mask=tile)
-        tl.debug_barrier()
+            tl.debug_barrier()
+            store_square(M + line * K * K, swept.to(M.dtype.element_ty), K, BK)
+    x = x * (scale * size)
+    for value0 in range(0, V, BV):
+        value = value0 + tl.arange(0, BV)
+        in_value = value < V
+        tile = in_key[:, None] & in_value[None, :]
+        at = key[:, None] * s_key + value[None, :] * s_value
+        S = tl.load(Hkv + at, mask=tile, other=0.0).to(ACC)
+        if DECAY:
+            S *= kept
+        values = tl.load(v + value, mask=in_value, other=0.0).to(ACC)
+        S += (write * keys)[:, None] * values[None, :]
+        out = tl.sum(S * x[:, None], axis=0)
+        if ADD:
+            extra = add_to + batch * a_batch + head * a_head + value
+            out += tl.load(extra, mask=in_value, other=0.0).to(ACC)
+        tl.store(o + batch * o_batch + head * V + value, out.to(o.dtype.element_ty), mask=in_value)
+        tl.store(new_Hkv + at, S.to(new_Hkv.dtype.element_ty), mask=tile)
 
 
 # (K rounded up to a power of two) -> (tile of values, warps): Hkk stays in registers
@@ -381,25 +522,34 @@ MESA = {32: (32, 2), 64: (32, 8), 128: (16, 8)}
 
 def mesa_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor, ridge: Tensor, scale: float, Hkv: Tensor,
-    Hkk: Tensor, preconditioner: Tensor | None, max_iter: int, tol: float, add_to: Tensor | None,
+    Hkk: Tensor, new_Hkv: Tensor, new_Hkk: Tensor, preconditioner: Tensor | None, max_iter: int, tol: float,
+    add_to: Tensor | None, warps: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """o [B,T,H,V] of T = 1 to 8 tokens in one launch; the states and the preconditioner are overwritten."""
+    """o [B,T,H,V] of T = 1 to 8 tokens, a launch for each; the states after them go to `new_Hkv` and `new_Hkk`.
+
+    The new states are alike in shape and strides to those before, Hkk contiguous, and may be the same tensors. The
+    preconditioner is overwritten.
+    """
     q, k, v = rows(q), rows(k), rows(v)
     batch, tokens, heads = gain.shape
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     padded = max(32, triton.next_power_of_2(key_dim))
-    tile, warps = MESA[padded]
-    decay = gain if log_decay is None else log_decay
+    tile, usual = MESA[padded]
     add_to = None if add_to is None else rows(add_to)
+    ridge = ridge.contiguous()
     o = torch.empty(batch, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
-    mesa_step_kernel[(batch * heads,)](
-        q, k, v, decay, gain, ridge.contiguous(), add_to, Hkv, Hkk, Hkk if preconditioner is None else preconditioner,
-        o,
-        heads, heads // q.shape[2], heads // k.shape[2], heads // v.shape[2], max_iter, scale, tol,
-        *strides(q), *strides(k), *strides(v), *strides(decay), *strides(gain),
-        *((0, 0, 0) if add_to is None else strides(add_to)), *Hkv.stride(),
-        T=tokens, K=key_dim, V=value_dim, BK=padded, BV=min(tile, max(16, triton.next_power_of_2(value_dim))),
-        DECAY=log_decay is not None, ADD=add_to is not None, CACHED=preconditioner is not None,
-        ACC=accumulator(q.dtype), num_warps=warps,
-    )  # fmt: skip
+    for t in range(tokens):
+        decay = gain if log_decay is None else log_decay
+        now, out = [x[:, t] for x in (q, k, v, decay, gain)], o[:, t]
+        extra = None if add_to is None else add_to[:, t]
+        mesa_step_kernel[(batch * heads,)](
+            *now, ridge, extra, Hkv, Hkk, new_Hkv, new_Hkk, Hkk if preconditioner is None else preconditioner, out,
+            heads, heads // q.shape[2], heads // k.shape[2], heads // v.shape[2], max_iter, scale, tol,
+            *(s for x in now for s in x.stride()[:2]), *((0, 0) if extra is None else extra.stride()[:2]),
+            out.stride(0), *Hkv.stride(),
+            K=key_dim, V=value_dim, BK=padded, BV=min(tile, max(16, triton.next_power_of_2(value_dim))),
+            DECAY=log_decay is not None, ADD=extra is not None, CACHED=preconditioner is not None,
+            ACC=accumulator(q.dtype), num_warps=warps or usual,
+        )  # fmt: skip
+        Hkv, Hkk = new_Hkv, new_Hkk
     return o

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import centring, decode, delta, gates, lognorm, ridge, split, stats
+from . import centring, decode, delta, gates, lognorm, ridge, split, stats, zeroth
 from .common import CHUNK, ROWS, Chunks
 from .grads import sum_group
-from .selfcheck import mesa_warps_for, warps_for
+from .selfcheck import mesa_warps_for, readout_warps_for, step_warps_for, warps_for
 
 
 @torch.library.custom_op("linearize_kernels::delta_fwd", mutates_args=())
@@ -109,16 +109,18 @@ def _differentiate(ctx, do, d_final, *_):
 delta_fwd.register_autograd(_differentiate, setup_context=_save)
 
 
-@torch.library.custom_op("linearize_kernels::delta_step", mutates_args={"state"})
+@torch.library.custom_op("linearize_kernels::delta_step", mutates_args={"new_state"})
 def delta_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, gain: Tensor, scale: float,
-    state: Tensor, add_to: Tensor | None,
+    state: Tensor, new_state: Tensor, add_to: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return decode.step(q, k, v, log_decay, beta, gain, scale, state, add_to)
+    rule = "linear" if beta is None else "delta"
+    warps = step_warps_for(rule, q.shape[1], k.shape[-1], v.shape[-1], q.dtype, q.device)
+    return decode.step(q, k, v, log_decay, beta, gain, scale, state, new_state, add_to, warps)
 
 
 @delta_step.register_fake
-def _(q, k, v, log_decay, beta, gain, scale, state, add_to):
+def _(q, k, v, log_decay, beta, gain, scale, state, new_state, add_to):
     return q.new_empty(*gain.shape, v.shape[-1])
 
 
@@ -402,6 +404,116 @@ def _differentiate_centred(ctx, d_keys, d_values, d_base, d_decay, d_erase, d_ga
 centred_fwd.register_autograd(_differentiate_centred, setup_context=_save_centred)
 
 
+@torch.library.custom_op("linearize_kernels::readout_fwd", mutates_args=())
+def readout_fwd(
+    v: Tensor, log_write: Tensor | None, log_forget: Tensor | None, log_z: Tensor | None, scales: Tensor,
+    taps: Tensor | None, sink: Tensor | None, add_to: Tensor | None, add_scale: Tensor | None, initial: Tensor | None,
+    tail: Tensor | None, opening: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return zeroth.forward(
+        v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, initial, tail, opening, cu_seqlens,
+        readout_warps_for(v.shape[-1], v.dtype, v.device),
+    )  # fmt: skip
+
+
+@readout_fwd.register_fake
+def _(v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, initial, tail, opening, cu_seqlens):
+    batch, tokens, _, dim = v.shape
+    heads, count = scales.shape
+    chunks = Chunks.bound(batch, tokens, cu_seqlens)
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    return (
+        v.new_empty(batch, tokens, heads, dim),
+        v.new_empty(sequences, heads * count, dim, dtype=wide),
+        v.new_empty(chunks, heads, count, dim, dtype=wide),
+        v.new_empty(chunks, heads, count, dtype=wide),
+    )
+
+
+@torch.library.custom_op("linearize_kernels::readout_bwd", mutates_args=())
+def readout_bwd(
+    v: Tensor, log_write: Tensor | None, log_forget: Tensor | None, log_z: Tensor | None, scales: Tensor,
+    taps: Tensor | None, sink: Tensor | None, add_to: Tensor | None, add_scale: Tensor | None, tail: Tensor | None,
+    opening: Tensor | None, cu_seqlens: Tensor | None, entering: Tensor, totals: Tensor, d_base: Tensor,
+    d_final: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return zeroth.backward(
+        v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, tail, opening, cu_seqlens, entering,
+        totals, d_base, d_final, readout_warps_for(v.shape[-1], v.dtype, v.device),
+    )  # fmt: skip
+
+
+@readout_bwd.register_fake
+def _(
+    v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, tail, opening, cu_seqlens, entering,
+    totals, d_base, d_final,
+):  # fmt: skip
+    batch, tokens, _, dim = v.shape
+    heads, count = scales.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    logs = 2 if log_forget is None or log_forget.dim() == 1 else 3
+    columns = 2 * count + (0 if taps is None else taps.shape[0]) + 2
+    return (
+        v.new_empty(v.shape),
+        entering.new_empty(logs, batch, heads * count, tokens),
+        entering.new_empty(heads, columns),
+        v.new_empty(d_base.shape if add_scale is not None else 0),
+        entering.new_empty(sequences, heads * count, dim),
+        entering.new_empty(opening.shape if opening is not None else 0),
+    )
+
+
+def _save_readout(ctx, inputs, output):
+    *inputs, initial, tail, opening, cu_seqlens = inputs
+    v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale = inputs
+    _, _, entering, totals = output
+    ctx.mark_non_differentiable(entering, totals)
+    ctx.types = [None if x is None else x.dtype for x in (*inputs, initial, tail, opening)]
+    if add_scale is None:
+        add_to = None
+    ctx.save_for_backward(
+        v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, tail, opening, cu_seqlens, entering,
+        totals,
+    )  # fmt: skip
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_readout(ctx, d_base, d_final, *_):
+    v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, tail, opening, cu_seqlens, *_ = (
+        ctx.saved_tensors
+    )
+    heads, count = scales.shape
+    size = 0 if taps is None else taps.shape[0]
+    if d_base is None:
+        d_base = v.new_zeros(*v.shape[:2], heads, v.shape[3])
+    d_base = d_base.to(v.dtype)
+    dv, d_logs, d_weights, d_add, d_initial, d_opening = readout_bwd(
+        v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, tail, opening, cu_seqlens,
+        *ctx.saved_tensors[-2:], d_base, d_final,
+    )  # fmt: skip
+    d_scales, d_taps, d_sink, d_add_scale, d_constant = d_weights.split([count, size, 1, 1, count], 1)
+    if log_forget is None:
+        d_write = d_norm = d_forget = None
+    else:
+        d_write, d_norm = d_logs[0].mT, d_logs[1].mT
+        d_forget = d_constant.flatten() if log_forget.dim() == 1 else d_logs[2].mT
+    d_tail = None
+    if tail is not None and ctx.needs_input_grad[10]:
+        d_tail = zeroth.tail_gradient(d_base, taps, tail, cu_seqlens)
+    slopes = [
+        dv, d_write, d_forget, d_norm, d_scales, d_taps.T if size else None, d_sink[:, 0],
+        d_base if add_scale is None else d_add, d_add_scale[:, 0], d_initial, d_tail, d_opening,
+    ]  # fmt: skip
+    slopes = [
+        None if kind is None or slope is None else slope.to(kind) for slope, kind in zip(slopes, ctx.types, strict=True)
+    ]
+    return (*slopes, None)
+
+
+readout_fwd.register_autograd(_differentiate_readout, setup_context=_save_readout)
+
+
 @torch.library.custom_op("linearize_kernels::mesa_fwd", mutates_args=())
 def mesa_fwd(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor, ridge_: Tensor, Hkv: Tensor | None,
@@ -504,40 +616,65 @@ def _differentiate_mesa(ctx, do, d_Hkv, d_Hkk, *_):
 mesa_fwd.register_autograd(_differentiate_mesa, setup_context=_save_mesa)
 
 
-@torch.library.custom_op("linearize_kernels::mesa_step", mutates_args={"Hkv", "Hkk", "preconditioner"})
+@torch.library.custom_op("linearize_kernels::mesa_step", mutates_args={"new_Hkv", "new_Hkk", "preconditioner"})
 def mesa_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor, ridge_: Tensor, scale: float, Hkv: Tensor,
-    Hkk: Tensor, preconditioner: Tensor | None, max_iter: int, tol: float, add_to: Tensor | None,
+    Hkk: Tensor, new_Hkv: Tensor, new_Hkk: Tensor, preconditioner: Tensor | None, max_iter: int, tol: float,
+    add_to: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return decode.mesa_step(
-        q, k, v, log_decay, gain, ridge_, scale, Hkv, Hkk, preconditioner, max_iter, tol, add_to
-    )  # fmt: skip
+    warps = step_warps_for("mesa", 1, k.shape[-1], v.shape[-1], q.dtype, q.device)
+    state = Hkv, Hkk, new_Hkv, new_Hkk
+    cached = preconditioner, max_iter, tol
+    return decode.mesa_step(q, k, v, log_decay, gain, ridge_, scale, *state, *cached, add_to, warps)
 
 
 @mesa_step.register_fake
-def _(q, k, v, log_decay, gain, ridge_, scale, Hkv, Hkk, preconditioner, max_iter, tol, add_to):
+def _(q, k, v, log_decay, gain, ridge_, scale, Hkv, Hkk, new_Hkv, new_Hkk, preconditioner, max_iter, tol, add_to):
     return q.new_empty(*gain.shape, v.shape[-1])
 
 
-@torch.library.custom_op(
-    "linearize_kernels::centred_step",
-    mutates_args={"state", "key_mean", "value_mean", "log_z", "scale_mean", "scale_log_z"},
-)
+@torch.library.custom_op("linearize_kernels::centre_step", mutates_args={"new_state"})
+def centre_step(
+    k: Tensor, v: Tensor, log_write: Tensor, log_forget: Tensor, log_exponent: Tensor, logit: Tensor,
+    read_mean: Tensor | None, add_to: Tensor | None, state: list[Tensor], new_state: list[Tensor],
+    scale_write: Tensor | None, scale_forget: Tensor | None, read_scales: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return decode.centre_step(
+        k, v, log_write, log_forget, log_exponent, logit, read_mean, add_to, state, new_state, scale_write,
+        scale_forget, read_scales,
+    )  # fmt: skip
+
+
+@centre_step.register_fake
+def _(
+    k, v, log_write, log_forget, log_exponent, logit, read_mean, add_to, state, new_state, scale_write, scale_forget,
+    read_scales,
+):  # fmt: skip
+    heads, wide = log_write.shape, state[0].new_empty
+    return (
+        k.new_empty(*heads, k.shape[-1]), v.new_empty(*heads, v.shape[-1]), wide(*heads, v.shape[-1]), wide(heads),
+        wide(heads),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("linearize_kernels::centred_step", mutates_args={"new_state"})
 def centred_step(
-    q: Tensor, k: Tensor, v: Tensor, log_write: Tensor, log_forget: Tensor, log_exponent: Tensor, log_erase: Tensor,
-    balance: Tensor | None, read_mean: Tensor | None, add_to: Tensor | None, scale: float, state: Tensor,
-    key_mean: Tensor, value_mean: Tensor, log_z: Tensor, scale_write: Tensor | None, scale_forget: Tensor | None,
-    read_scales: Tensor | None, scale_mean: Tensor | None, scale_log_z: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_write: Tensor, log_forget: Tensor, log_exponent: Tensor | None,
+    log_erase: Tensor, balance: Tensor | None, read_mean: Tensor | None, add_to: Tensor | None, scale: float,
+    state: list[Tensor], new_state: list[Tensor], scale_write: Tensor | None, scale_forget: Tensor | None,
+    read_scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    rule = "covariance" if balance is None else "scheduled" if log_exponent is None else "gated"
+    warps = step_warps_for(rule, q.shape[1], k.shape[-1], v.shape[-1], q.dtype, q.device)
     return decode.centred_step(
-        q, k, v, log_write, log_forget, log_exponent, log_erase, balance, read_mean, add_to, scale, state, key_mean,
-        value_mean, log_z, scale_write, scale_forget, read_scales, scale_mean, scale_log_z,
+        q, k, v, log_write, log_forget, log_exponent, log_erase, balance, read_mean, add_to, scale, state, new_state,
+        scale_write, scale_forget, read_scales, warps,
     )  # fmt: skip
 
 
 @centred_step.register_fake
 def _(
-    q, k, v, log_write, log_forget, log_exponent, log_erase, balance, read_mean, add_to, scale, state, key_mean,
-    value_mean, log_z, scale_write, scale_forget, read_scales, scale_mean, scale_log_z,
+    q, k, v, log_write, log_forget, log_exponent, log_erase, balance, read_mean, add_to, scale, state, new_state,
+    scale_write, scale_forget, read_scales,
 ):  # fmt: skip
     return q.new_empty(*log_write.shape, v.shape[-1])

@@ -501,6 +501,64 @@ def chunk_running_mean(
     return mean.to(v.dtype), final
 
 
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """[B,T,Hx,V] and [H] -> weight_h x_{h // (H // Hx)}, [B,T,H,V]."""
+    return (x[:, :, :, None] * weight.view(x.shape[2], -1, 1)).flatten(2, 3)
+
+
+def readout(
+    v: Tensor,
+    log_write: Tensor | None,
+    log_forget: Tensor | None,
+    log_z: Tensor | None,
+    scales: Tensor,
+    taps: Tensor | None,
+    sink: Tensor | None,
+    add_to: Tensor | None,
+    add_scale: Tensor | None,
+    initial_mean: Tensor | None,
+    tail: Tensor | None,
+    first: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The zeroth-order readout term by term. Arguments and results as `api.readout`."""
+    dtype = compute_dtype(v)
+    batch, tokens, kv_heads, dim = v.shape
+    heads, count = scales.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    with torch.autocast(v.device.type, enabled=False):
+        values = v.to(dtype)
+        position = torch.arange(tokens, device=v.device)
+        start, number = torch.zeros_like(position), torch.zeros_like(position)
+        if cu_seqlens is not None:
+            number = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+            start = cu_seqlens[number].long()
+        age = position - start
+        base = values.new_zeros(batch, tokens, heads, dim)
+        if add_to is not None:
+            base = base + (add_to.to(dtype) if add_scale is None else add_scale.to(dtype)[:, None] * add_to.to(dtype))
+        for j in range(0 if taps is None else len(taps)):
+            earlier = torch.where((age >= j)[:, None, None], values.roll(j, 1), 0.0)
+            if tail is not None and j:
+                slot = (len(taps) - 1 + age - j).clamp(max=len(taps) - 2)
+                before = tail.to(dtype)[:, slot] if cu_seqlens is None else tail.to(dtype)[number, slot][None]
+                earlier = torch.where((age >= j)[:, None, None], earlier, before)
+            base = base + per_head(earlier, taps[j].to(dtype))
+        if sink is not None:
+            if first is None:
+                top = values[:, :1] if cu_seqlens is None else values[:, start]
+            else:
+                top = first.to(dtype)[:, None] if cu_seqlens is None else first.to(dtype)[number][None]
+            base = base + per_head(top, sink.to(dtype))
+        final = values.new_zeros(sequences, 0, dim)
+        if count:
+            forget = log_forget.expand_as(log_write)
+            weights = _MeanWeights(log_write, forget, log_z, cu_seqlens, dtype)
+            _, mean, final = weights.means(v, initial_mean)
+            base = base + torch.einsum("bthmv,hm->bthv", mean.unflatten(2, (heads, count)), scales.to(dtype))
+    return base.to(v.dtype), final
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Centred mixers
 # ---------------------------------------------------------------------------------------------------------------------
@@ -549,6 +607,32 @@ def centred_gates(
     balance = log_balance.exp()
     shrink = a / (1 + a * balance.square() * rho2)
     return log_decay, shrink * balance.square(), shrink * balance
+
+
+RATE = 30.0  # of a log learning rate: far beyond any useful value, far below inf * 0 in fp32
+
+
+def scheduled_gain(
+    log_write: Tensor,
+    log_forget: Tensor,
+    log_z: Tensor,
+    initial_log_z: Tensor,
+    log_rate: Tensor,
+    schedule: Tensor,
+    rho2: Tensor,
+) -> Tensor:
+    """What the delta rule on centred keys erases and writes (derivation.md §7), [B,T,H]: eta / (1 + eta rho2).
+
+    log eta = log_rate + schedule log b, with b the write strength; 0 where a token writes nothing or nothing precedes
+    it.
+    """
+    before = torch.cat([initial_log_z[:, None].to(log_z.dtype), log_z[:, :-1]], 1)
+    live = (log_write > -torch.inf) & (before > -torch.inf)
+    zero = torch.zeros((), dtype=log_z.dtype, device=log_z.device)
+    write, forget, before = (torch.where(live, x, zero) for x in (log_write, log_forget, before))
+    strength = torch.nn.functional.logsigmoid(write - forget - before)
+    rate = torch.where(live, (log_rate + schedule * strength).clamp(max=RATE).exp(), zero)
+    return rate / (1 + rate * rho2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

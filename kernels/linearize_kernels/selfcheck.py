@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import delta, reference, ridge
+from . import decode, delta, reference, ridge, zeroth
 from .common import CHUNK
 from .conjugate import recurrent_mesa
 
@@ -110,6 +111,45 @@ def measure(
     for name, first, second, true in zip(names, *runs, want, strict=True):
         if true is None:
             continue
+        error = ((first.double() - true).square().mean() / true.square().mean()).sqrt()
+        errors[name] = float(error) if torch.equal(first, second) and torch.isfinite(error) else float("inf")
+    return errors
+
+
+def measure_readout(dim: int, dtype: torch.dtype, device, warps: int | None) -> dict[str, float]:
+    """As `measure`, for the zeroth-order readout: two heads that share values, two time scales, all terms."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    make = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make)
+
+    v, write, weights = (normal(1, 200, 1, dim) + 1).to(device, dtype), 2 * normal(1, 200, 4), normal(2, 2)
+    write[:, ::7] = -torch.inf
+    forget = -torch.nn.functional.softplus(normal(1, 200, 4)) * torch.tensor([0.02, 3.0, 0.1, 1.0])
+    initial, start = normal(1, 4, dim), normal(1, 4)
+    norm = reference.chunk_log_norm(write, forget, start)
+    rest = [x.to(device) for x in (write, forget, norm, weights, normal(3, 2), normal(2))]
+    given = [normal(1, 200, 2, dim).to(device, dtype), normal(2).to(device), initial.to(device)]
+    inputs = [v, *rest, *given]
+    exact = [x.double().requires_grad_() for x in inputs]
+    o, final = reference.readout(*exact, None, None, None)
+    do, d_final = (torch.randn(x.shape, generator=make).to(device) for x in (o, final))
+    do = do.to(dtype)
+    want = [o.detach(), final.detach(), *torch.autograd.grad([o, final], exact, [do.double(), d_final.double()])]
+    runs = []
+    for _ in range(2):
+        o, final, *kept = zeroth.forward(*inputs, None, None, None, warps)
+        dv, d_logs, d_weights, d_add, first, _ = zeroth.backward(
+            *inputs[:9], None, None, None, *kept, do, d_final, warps
+        )
+        d_scales, d_taps, d_sink, d_add_scale, _ = d_weights.split([2, 3, 1, 1, 2], 1)
+        logs = [d_logs[i].mT for i in (0, 2, 1)]
+        runs.append([o, final, dv, *logs, d_scales, d_taps.T, d_sink[:, 0], d_add, d_add_scale[:, 0], first])
+    names = "o", "final", "dv", "dwrite", "dforget", "dnorm", "dscales", "dtaps", "dsink", "dk add", "dadd", "dstate"
+    errors = {}
+    for name, first, second, true in zip(names, *runs, want, strict=True):
         error = ((first.double() - true).square().mean() / true.square().mean()).sqrt()
         errors[name] = float(error) if torch.equal(first, second) and torch.isfinite(error) else float("inf")
     return errors
@@ -220,7 +260,83 @@ def warps_for(
     return _checked(place, dtype, device, lambda warps: measure(*case, device, warps, length))
 
 
+def readout_warps_for(dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
+    """`warps_for` of the zeroth-order readout."""
+    return _checked(("readout", dim, dtype), dtype, device, lambda warps: measure_readout(dim, dtype, device, warps))
+
+
 def mesa_warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
     """`warps_for` of MesaNet."""
     case = "mesa", key_dim, value_dim, dtype
     return _checked(case, dtype, device, lambda warps: measure_mesa(*case[1:], device, warps))
+
+
+def measure_step(
+    rule: str, tokens: int, key_dim: int, value_dim: int, dtype: torch.dtype, device, warps: int | None
+) -> dict[str, float]:
+    """As `measure`, for a decode step: outputs and states, into new tensors twice and in place."""
+    from .api import torch_centred_step
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    q, k, v, log_decay, beta, gain, memory = problem(key_dim, value_dim, dtype, True, device)
+    q, k, v, log_decay, beta, gain = (x[:, :tokens].contiguous() for x in (q, k, v, log_decay, beta, gain))
+    make = torch.Generator().manual_seed(12)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make).to(device)
+
+    states = [memory]
+    if rule in ("delta", "linear"):
+        rows, beta = (q, k, v, log_decay), None if rule == "linear" else beta
+        launches = (lambda old, new: decode.step(*rows, beta, gain, 0.5, *old, *new, None, warps),)
+        exact = [x.double() for x in (*rows, gain if beta is None else beta, gain)]
+        exact[4] = torch.zeros_like(exact[4]) if beta is None else exact[4]
+        o, *want = reference.recurrent_gated_delta(*exact, 0.5, memory.double())
+    elif rule == "mesa":
+        root, ridge_ = normal(1, 2, key_dim, key_dim) * key_dim**-0.5, 0.2 + normal(2, key_dim).abs()
+        states, rows = [memory, root @ root.mT], (q, k, v, 0.1 * log_decay, gain, ridge_)
+        inverse = torch.zeros_like(states[1])
+        # With an inverse to keep, the first run leaves it and the others find it.
+        launches = [
+            lambda old, new, M=M: decode.mesa_step(*rows, 0.5, *old, *new, M, 32, 1e-5, None, warps)
+            for M in (None, inverse)
+        ]
+        o, want = recurrent_mesa(*(x.double() for x in rows), 0.5, tuple(x.double() for x in states))
+    else:
+        states += [normal(1, 2, key_dim), normal(1, 2, value_dim), normal(1, 2), normal(1, 6, value_dim), normal(1, 6)]
+        balance, read_mean, weights = normal(2), normal(2), normal(2, 3)
+        write, exponent, erase = (normal(1, tokens, 2) for _ in range(3))
+        gates = write, log_decay, None if rule == "scheduled" else exponent, erase
+        gates = *gates, None if rule == "covariance" else balance
+        slow = normal(1, tokens, 6), -normal(1, tokens, 6).abs(), weights
+        rows = q, k, v, *gates
+        launches = (
+            lambda old, new: decode.centred_step(*rows, read_mean, None, 0.5, list(old), list(new), *slow, warps),
+        )
+        exact = [None if x is None else x.double() for x in rows]
+        wide = [x.double() for x in states]
+        o, want = torch_centred_step(
+            *exact, wide, read_mean.double(), 0.5, None, (*(x.double() for x in slow), *wide[5:]), False
+        )  # fmt: skip
+    errors = {}
+    for launch in launches:
+        runs = []
+        for in_place in (False, False, True):
+            old = [x.clone() for x in states]
+            new = old if in_place else [torch.empty_like(x) for x in old]
+            runs.append([launch(old, new), *new])
+        for i, (true, *got) in enumerate(zip((o, *want), *runs, strict=True)):
+            error = max(float(((x.double() - true).square().mean() / true.square().mean()).sqrt()) for x in got)
+            same = rule == "mesa" or torch.equal(got[0], got[1])
+            name = f"final {i}" if i else "o"
+            errors[name] = max(errors.get(name, 0.0), error if same and math.isfinite(error) else math.inf)
+    return errors
+
+
+def step_warps_for(
+    rule: str, tokens: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+) -> int | None:
+    """`warps_for` of a decode step; rule: delta, linear, covariance, gated, scheduled or mesa."""
+    case = rule, tokens, key_dim, value_dim, dtype
+    return _checked(("step", *case), dtype, device, lambda warps: measure_step(*case, device, warps))

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from linearize_kernels import centre, log_norm
+from linearize_kernels.api import MAX_STEP
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -21,8 +22,11 @@ from linearize.mixers.expansion import (
     tilt,
 )
 from linearize.mixers.fit import Fit
+from linearize.mixers.products import exact_linear
 
 LIMIT = 30.0  # of the memory's gates, which are logs: far beyond any useful value, far below inf * 0 in fp32
+STATISTICS = ("key_mean", "value_mean", "log_z")
+SLOW = ("scale_mean", "scale_log_z")
 FLOOR = -80.0  # of log alpha_t: leaves 2e-35 of the state, and keeps sums over a chunk small enough to be exact
 
 
@@ -57,7 +61,8 @@ def covariance_arguments(at: Strengths, log_exponent: Tensor, logit: Tensor) -> 
 class CentredMixer(Mixer):
     """Zeroth-order readout plus what a memory of centred keys and values answers to q - r.
 
-    A subclass names the gates of its memory and implements :meth:`remember` and :meth:`memory_bytes`.
+    A subclass names the gates of its memory and implements :meth:`remember` and :meth:`memory_bytes`; where the kernels
+    have the whole of it in one step, also :meth:`step`.
 
     Options: ``taps`` (J values v_t .. v_{t-J+1}), ``time_scales`` (M extra running means).
 
@@ -68,6 +73,8 @@ class CentredMixer(Mixer):
     """
 
     memory_gates: ClassVar[int]
+    steps: ClassVar[bool] = False  # whether it has a :meth:`step`
+    memories: ClassVar[tuple[str, ...]] = ("memory",)  # names of the memory's own states, in the order a step has them
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__()
@@ -120,6 +127,32 @@ class CentredMixer(Mixer):
         """
         raise NotImplementedError
 
+    def step(
+        self,
+        gap: Tensor,
+        k: Tensor,
+        v: Tensor,
+        writes: tuple[Tensor, Tensor],
+        gates: list[Tensor],
+        scale: float,
+        **shared,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The whole mixer for the next 1 to MAX_STEP tokens, without gradients, by one of the kernels' steps.
+
+        gap: [B, T, H, K], q - r. k: [B, T, Hk, K] and v: [B, T, Hk, V], as they are. writes: log write weight and log
+        forgetting, [B, T, H]. gates: as :meth:`remember` has them. shared: further arguments of the kernels' steps.
+        Returns o [B, T, H, V] and the states ``memories``, STATISTICS and SLOW; those before are left as they are.
+        """
+        raise NotImplementedError
+
+    def can_step(self, x: Tensor, rows: tuple[Tensor, ...], state: dict[str, Tensor] | None) -> bool:
+        """Whether :meth:`step` may stand for the full form: few tokens after others, and nothing to differentiate."""
+        if not self.steps or state is None or not 1 <= x.shape[1] <= MAX_STEP:
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        return not any(tensor.requires_grad for tensor in (x, *rows, *state.values(), *self.parameters()))
+
     def forward(
         self,
         x: Tensor,
@@ -134,11 +167,23 @@ class CentredMixer(Mixer):
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         mask, old = segments.mask, state or {}
         layout = Layout.of(x, segments, cached=state is not None or output_state)
-        gates = F.linear(x.to(self.gates.weight.dtype), self.gates.weight, self.gates.bias)
+        gates = exact_linear(x, self.gates.weight, self.gates.bias)
         *gates, write, forget = gates.chunk(self.memory_gates + 2, -1)
         log_write, log_forget = map(
             layout.pack, mask_write(tilt(k, self.reference, scale) + write, forgetting(forget), mask)
         )
+
+        gates = [layout.pack(gate.clamp(max=LIMIT)) for gate in gates]
+        if output_state and self.can_step(x, (q, k, v), state):
+            base, new = self.readout.local(v, layout, mask, old)
+            slow = None
+            if self.time_scales:
+                slow = *self.readout.slow_weights(k, scale, mask), self.readout.scales, *(old[n] for n in SLOW)
+            names = (*self.memories, *STATISTICS)
+            shared = {"state": tuple(old[n] for n in names), "read_mean": self.readout.mean, "add_to": base}
+            shared |= {"time_scales": slow, "in_place": False}
+            o, states = self.step(q - self.reference, k, v, (log_write, log_forget), gates, scale, **shared)
+            return o.to(q.dtype), new | dict(zip((*names, *SLOW), states, strict=False))
 
         # First order: running means and centred keys and values (§2), write strengths (§4, §5).
         cu = layout.cu_seqlens
@@ -162,7 +207,6 @@ class CentredMixer(Mixer):
             base=layout.pack(base).to(keys.dtype),
             cu_seqlens=cu,
         )
-        gates = [layout.pack(gate.clamp(max=LIMIT)) for gate in gates]
         o, memory = self.remember(at, gates, scale, old, output_state)
         o = layout.unpack(o).to(q.dtype)
         if not output_state:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from linearize_kernels import gated_delta
+from linearize_kernels import centred_delta_step, gated_delta
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -69,6 +69,7 @@ class DeltaNet(CentredMixer):
 
     kind = "deltanet"
     memory_gates = 1
+    steps = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)
@@ -103,6 +104,19 @@ class DeltaNet(CentredMixer):
         self.schedule.copy_(schedule)
         self.key_readout.copy_(fit.memory[:, None] * fit.measured[:, 1:])
         return fit.ladder
+
+    def step(
+        self,
+        gap: Tensor,
+        k: Tensor,
+        v: Tensor,
+        writes: tuple[Tensor, Tensor],
+        gates: list[Tensor],
+        scale: float,
+        **shared,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        query = (gap * self.key_readout).to(k.dtype)
+        return centred_delta_step(query, k, v, *writes, self.log_rate + gates[0], self.schedule, **shared)
 
     def remember(
         self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from linearize_kernels import gated_delta
+from linearize_kernels import centred_gated_delta_step, gated_delta
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -68,6 +68,7 @@ class GDN(CentredMixer):
 
     kind = "gdn"
     memory_gates = 2
+    steps = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)
@@ -100,14 +101,29 @@ class GDN(CentredMixer):
         self.read_state.copy_(fit.memory)
         return fit.ladder
 
+    def query(self, gap: Tensor, scale: float) -> Tensor:
+        """rho_A s (q - r) / c_h."""
+        return gap * (self.read_state / self.log_balance.exp() * scale)[:, None]
+
+    def step(
+        self,
+        gap: Tensor,
+        k: Tensor,
+        v: Tensor,
+        writes: tuple[Tensor, Tensor],
+        gates: list[Tensor],
+        scale: float,
+        **shared,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        query = self.query(gap, scale).to(k.dtype)
+        return centred_gated_delta_step(query, k, v, *writes, *gates, self.log_balance, **shared)
+
     def remember(
         self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        balance = self.log_balance.exp()
-        log_decay, beta, gain = delta_arguments(at.strengths, *gates, at.rho2, balance)
-        weight = self.read_state / balance * scale
+        log_decay, beta, gain = delta_arguments(at.strengths, *gates, at.rho2, self.log_balance.exp())
         o, memory = gated_delta(
-            (at.gap * weight[:, None]).to(at.keys.dtype),
+            self.query(at.gap, scale).to(at.keys.dtype),
             at.keys,
             at.values,
             log_decay,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from linearize_kernels import linear_attn, mesa, mesa_step, running_mean
+from linearize_kernels import centred_mesa_step, linear_attn, mesa, mesa_step, running_mean
 from linearize_kernels.api import MAX_STEP
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -63,8 +63,7 @@ def read_ridge(
     arguments = (query, at.keys, at.values, *covariance_arguments(at.strengths, *gates), ridge)
     states = (old["memory"], old["key_memory"]) if old else None
     if states and output_state and query.shape[1] <= MAX_STEP and not torch.is_grad_enabled():
-        # The step writes into the state it is given.
-        o, states = mesa_step(*arguments, state=tuple(state.clone() for state in states), add_to=at.base)
+        o, states = mesa_step(*arguments, state=states, add_to=at.base, in_place=False)
     else:
         o, states, _ = mesa(
             *arguments,
@@ -89,6 +88,8 @@ class MesaNet(CentredMixer):
 
     kind = "mesanet"
     memory_gates = 2
+    steps = True
+    memories = ("memory", "key_memory")
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)
@@ -128,10 +129,25 @@ class MesaNet(CentredMixer):
     def memory_bytes(cls, shape: HeadShape) -> int:
         return 4 * shape.q_heads * shape.key_dim * (shape.value_dim + shape.key_dim)
 
+    def query(self, gap: Tensor, scale: float) -> Tensor:
+        """rho_A Lbar s (q - r)."""
+        return gap * (self.log_variance.exp() + self.log_ridge.exp()) * (self.read_state * scale)[:, None]
+
+    def step(
+        self,
+        gap: Tensor,
+        k: Tensor,
+        v: Tensor,
+        writes: tuple[Tensor, Tensor],
+        gates: list[Tensor],
+        scale: float,
+        **shared,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        query = self.query(gap, scale).to(k.dtype)
+        return centred_mesa_step(query, k, v, *writes, *gates, self.log_ridge.exp(), **shared)
+
     def remember(
         self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ridge = self.log_ridge.exp()
-        level = (self.log_variance.exp() + ridge) * (self.read_state * scale)[:, None]
-        query = (at.gap * level).to(at.keys.dtype)
-        return read_ridge(query, at, gates, ridge, old, output_state)
+        query = self.query(at.gap, scale).to(at.keys.dtype)
+        return read_ridge(query, at, gates, self.log_ridge.exp(), old, output_state)

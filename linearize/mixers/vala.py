@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from linearize_kernels import linear_attn
+from linearize_kernels import centred_linear_attn_step, linear_attn
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -33,6 +33,7 @@ class VaLA(CentredMixer):
 
     kind = "vala"
     memory_gates = 2
+    steps = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)
@@ -61,11 +62,27 @@ class VaLA(CentredMixer):
         self.read_state.copy_(fit.memory)
         return fit.ladder
 
+    def query(self, gap: Tensor, scale: float) -> Tensor:
+        """rho_A s (q - r)."""
+        return gap * (self.read_state * scale)[:, None]
+
+    def step(
+        self,
+        gap: Tensor,
+        k: Tensor,
+        v: Tensor,
+        writes: tuple[Tensor, Tensor],
+        gates: list[Tensor],
+        scale: float,
+        **shared,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return centred_linear_attn_step(self.query(gap, scale).to(k.dtype), k, v, *writes, *gates, **shared)
+
     def remember(
         self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         o, memory = linear_attn(
-            (at.gap * (self.read_state * scale)[:, None]).to(at.keys.dtype),
+            self.query(at.gap, scale).to(at.keys.dtype),
             at.keys,
             at.values,
             *covariance_arguments(at.strengths, *gates),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from linearize_kernels import mesa_step
 from linearize_kernels.conjugate import recurrent_mesa
-from test_centred import NAMES, STATES, check, check_steps, inputs
+from test_centred import NAMES, STATES, check, check_ridge_steps, check_scheduled_steps, check_steps, inputs
 from tolerances import TOLERANCE, assert_close
 
 
@@ -39,9 +39,17 @@ def test_tiny_shares_keep_their_digits():
     assert float(((decay - want) / want).abs().max()) < 1e-6
 
 
-@pytest.mark.parametrize("erase,width", [(True, 1), (False, 3)])
-def test_steps(erase, width):
-    check_steps(inputs(4, 2, (1, 2, 2), dims=(20, 40)), erase, width)
+@pytest.mark.parametrize("erase,width,in_place", [(True, 1, True), (False, 3, True), (True, 3, False)])
+def test_steps(erase, width, in_place):
+    check_steps(inputs(4, 2, (1, 2, 2), dims=(20, 40)), erase, width, in_place=in_place)
+
+
+def test_steps_without_masks():
+    check_steps(inputs(2, dims=(64, 32)), width=2, scales=3)
+
+
+def test_scheduled_steps():
+    check_scheduled_steps(inputs(4, 2, (1, 2, 2), dims=(20, 40)), 3, False)
 
 
 def test_steps_from_nothing():
@@ -51,8 +59,12 @@ def test_steps_from_nothing():
     check_steps(x, width=2, scales=1)
 
 
-@pytest.mark.parametrize("cached,width", [(False, 3), (True, 1)])
-def test_mesa_steps(cached, width):
+def test_ridge_steps():
+    check_ridge_steps(inputs(3, 2, (1, 2, 2), dims=(12, 20)), 2, False)
+
+
+@pytest.mark.parametrize("cached,width,in_place", [(False, 3, True), (True, 1, True), (False, 3, False)])
+def test_mesa_steps(cached, width, in_place):
     make = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -68,11 +80,13 @@ def test_mesa_steps(cached, width):
     outs = []
     for a in range(0, 4, width):
         rows = [x[:, a : a + width] for x in (q, k, v, decay, gain)]
-        o, same = mesa_step(
+        old, before = state, [x.clone() for x in state]
+        o, state = mesa_step(
             *rows, ridge, state=state, scale=0.7, add_to=add_to[:, a : a + width], preconditioner=preconditioner,
-            max_iter=40, tol=1e-12,
+            max_iter=40, tol=1e-12, in_place=in_place,
         )  # fmt: skip
-        assert same is state
+        assert (state is old) == in_place
+        assert in_place or all(torch.equal(x, b) for x, b in zip(old, before, strict=True))
         outs.append(o)
         if cached and a == 0:
             first = preconditioner.clone()
@@ -84,8 +98,26 @@ def test_mesa_steps(cached, width):
         assert float(first.abs().max()) > 0.9 and torch.equal(first, preconditioner)
 
 
+@pytest.mark.parametrize("rule", ["delta", "linear", "covariance", "gated", "scheduled", "mesa"])
+def test_the_self_check_of_steps_passes_here(rule):
+    from linearize_kernels import selfcheck
+
+    errors = selfcheck.measure_step(rule, 1, 16, 20, torch.float32, torch.device("cpu"), None)
+    assert len(errors) == {"delta": 2, "linear": 2, "mesa": 3}.get(rule, 7)
+    assert selfcheck.passes(errors, torch.float32), errors
+
+
+def test_the_self_check_of_steps_notices_errors(monkeypatch):
+    from linearize_kernels import decode, selfcheck
+
+    step = decode.step
+    monkeypatch.setattr(decode, "step", lambda *a: step(*a[:6], 1.001 * a[6], *a[7:]))
+    errors = selfcheck.measure_step("delta", 2, 16, 16, torch.float32, torch.device("cpu"), None)
+    assert not selfcheck.passes(errors, torch.float32), errors
+
+
 def test_the_operators_are_registered_soundly():
-    from linearize_kernels.ops import centred_fwd, centred_step, mesa_step
+    from linearize_kernels.ops import centre_step, centred_fwd, centred_step, mesa_step
 
     x = inputs(3, dims=(16, 16), dtype=torch.float32)
     x["log_write"] = x["log_write"].clamp(min=-3)
@@ -96,9 +128,14 @@ def test_the_operators_are_registered_soundly():
     alone = [*leaves[:6], None, None, None, None, None, torch.tensor([0, 1, 3], dtype=torch.int32)]
     torch.library.opcheck(centred_fwd, tuple(alone), test_utils=tests[:3])
     flat = {n: t.detach() for n, t in x.items()}
-    call = [flat[n] for n in NAMES[:9]] + [flat["add_to"], 0.6] + [flat[n] for n in STATES] + [None] * 5
+    states = [flat[n] for n in STATES]
+    call = [flat[n] for n in NAMES[:9]] + [flat["add_to"], 0.6, states, [s.clone() for s in states]] + [None] * 3
     torch.library.opcheck(centred_step, tuple(call), test_utils=("test_schema", "test_faketensor"))
+    call = [flat[n] for n in (*NAMES[1:7], "read_mean", "add_to")] + [states[1:], [s.clone() for s in states[1:]]]
+    # The check of schemas does not know several results beside a list that is overwritten.
+    torch.library.opcheck(centre_step, (*call, None, None, None), test_utils=("test_faketensor",))
     Hkk = torch.eye(16).expand(1, 2, 16, 16).contiguous()
     gates = flat["log_forget"], flat["log_exponent"].abs(), torch.ones(2, 16)
-    call = (flat["q"], flat["k"], flat["v"], *gates, 1.0, flat["memory"], Hkk, torch.zeros_like(Hkk), 9, 1e-4, None)
+    state = flat["memory"], Hkk, flat["memory"].clone(), Hkk.clone()
+    call = (flat["q"], flat["k"], flat["v"], *gates, 1.0, *state, torch.zeros_like(Hkk), 9, 1e-4, None)
     torch.library.opcheck(mesa_step, call, test_utils=("test_schema", "test_faketensor"))

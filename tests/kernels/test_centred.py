@@ -3,10 +3,14 @@
 import pytest
 import torch
 from linearize_kernels import (
+    centred_delta_step,
     centred_gated_delta,
     centred_gated_delta_step,
     centred_linear_attn,
     centred_linear_attn_step,
+    centred_mesa_step,
+    mesa,
+    reference,
 )
 from tolerances import assert_close
 
@@ -123,7 +127,7 @@ def check(x, limits=(1e-12, 1e-11, 1e-11), erase=True, bounds=None):
         assert_close(f"gradient of {name}", a, b, limits[2 if name.startswith(("log", "read")) else 1])
 
 
-def check_steps(x, erase=True, width=3, scales=2, limit=1e-12):
+def check_steps(x, erase=True, width=3, scales=2, limit=1e-12, in_place=True):
     """Steps from the initial state against the oracle, with `scales` more running means."""
     tokens, heads, dim = x["k"].shape[1], x["log_write"].shape[2], x["v"].shape[-1]
     make = torch.Generator().manual_seed(2)
@@ -143,23 +147,99 @@ def check_steps(x, erase=True, width=3, scales=2, limit=1e-12):
     want = want + torch.stack(extra, 1)
     state = [x[n].clone() for n in STATES]
     state[0] = state[0].mT.contiguous().mT
-    address, outs = [s.data_ptr() for s in state], []
+    state, outs = (*state, slow_mean, slow_norm), []
     slow = [t.to(x["log_z"].dtype) for t in (write, forget, weights)]
     for a in range(0, tokens, width):
         part = {n: t[:, a : a + width] if t.dim() > 1 else t for n, t in x.items() if n in NAMES}
         gates = [part[n] for n in NAMES[3 : 8 if erase else 7]]
-        o, same = (centred_gated_delta_step if erase else centred_linear_attn_step)(
-            part["q"], part["k"], part["v"], *gates, state=tuple(state), read_mean=x["read_mean"], scale=0.6,
-            add_to=part["add_to"],
-            time_scales=(slow[0][:, a : a + width], slow[1][:, a : a + width], slow[2], slow_mean, slow_norm),
+        before = [s.clone() for s in state]
+        o, new = (centred_gated_delta_step if erase else centred_linear_attn_step)(
+            part["q"], part["k"], part["v"], *gates, state=state[:4], read_mean=x["read_mean"], scale=0.6,
+            add_to=part["add_to"], in_place=in_place,
+            time_scales=(slow[0][:, a : a + width], slow[1][:, a : a + width], slow[2], *state[4:]),
         )  # fmt: skip
-        assert [s.data_ptr() for s in same] == address
+        assert all((s.data_ptr() == n.data_ptr()) == in_place for s, n in zip(state, new, strict=True))
+        assert in_place or all(torch.equal(s, b) for s, b in zip(state, before, strict=True))
+        state = new
         outs.append(o)
     for name, a, b in zip(
-        ("o", *STATES, "slow mean", "slow norm"), (torch.cat(outs, 1), *state, slow_mean, slow_norm),
-        (want, *last, mean, norm), strict=True,
+        ("o", *STATES, "slow mean", "slow norm"), (torch.cat(outs, 1), *state), (want, *last, mean, norm), strict=True
+    ):
+        assert_close(name, a, b, limit)
+
+
+def check_scheduled_steps(x, width, in_place, limit=1e-12):
+    """Steps at a scheduled rate against the equations as they are written, row by row and head by head."""
+    q, k, v = (x[n].double().repeat_interleave(x["log_write"].shape[2] // x[n].shape[2], 2) for n in "qkv")
+    schedule = x["log_balance"]
+    memory, key_mean, value_mean, log_z = (x[n].double().clone() for n in STATES)
+    want = []
+    for t in range(k.shape[1]):
+        before = log_z
+        log_z = torch.logaddexp(before + x["log_forget"][:, t].double(), x["log_write"][:, t].double())
+        b = (x["log_write"][:, t].double() - log_z).exp()
+        kd, vd = k[:, t] - key_mean, v[:, t] - value_mean
+        eta = torch.where(b > 0, (x["log_erase"][:, t].double() + schedule * b.log()).exp(), 0.0)
+        beta = eta / (1 + eta * kd.square().sum(-1))
+        gap = vd - torch.einsum("bhkv,bhk->bhv", memory, kd)
+        memory = memory + torch.einsum("bhk,bhv->bhkv", kd, beta[..., None] * gap)
+        key_mean, value_mean = key_mean + b[..., None] * kd, value_mean + b[..., None] * vd
+        want.append(0.6 * torch.einsum("bhkv,bhk->bhv", memory, q[:, t]) + x["read_mean"][:, None] * value_mean)
+    state, outs = tuple(x[n].clone() for n in STATES), []
+    for a in range(0, k.shape[1], width):
+        rows = [x[n][:, a : a + width] for n in ("q", "k", "v", "log_write", "log_forget", "log_erase")]
+        o, state = centred_delta_step(
+            *rows, schedule, state=state, read_mean=x["read_mean"], scale=0.6, in_place=in_place
+        )  # fmt: skip
+        outs.append(o)
+    for name, a, b in zip(
+        ("o", *STATES), (torch.cat(outs, 1), *state), (torch.stack(want, 1), memory, key_mean, value_mean, log_z),
+        strict=True,
     ):  # fmt: skip
         assert_close(name, a, b, limit)
+
+
+def check_ridge_steps(x, width, in_place, limit=1e-10):
+    """Steps that solve, with a time scale, against MesaNet on what `centre` gives."""
+    heads, key_dim, tokens = x["log_write"].shape[2], x["k"].shape[-1], x["k"].shape[1]
+    make = torch.Generator().manual_seed(3)
+    root = torch.randn(len(x["k"]), heads, key_dim, key_dim, dtype=torch.float64, generator=make)
+    Hkk, ridge = root @ root.mT, 0.5 + torch.rand(heads, key_dim, dtype=torch.float64, generator=make)
+    slow = [torch.randn(len(x["k"]), tokens, heads, dtype=torch.float64, generator=make) for _ in range(2)]
+    slow[1] = -slow[1].abs()
+    weights, none = (
+        torch.randn(heads, 1, dtype=torch.float64, generator=make),
+        torch.full_like(slow[0][:, 0], -torch.inf),
+    )
+    lZ = reference.recurrent_log_norm(x["log_write"], x["log_forget"], x["log_z"])
+    kd, _, key_mean = reference.recurrent_means(x["k"], x["log_write"], lZ, x["key_mean"])
+    vd, vbar, value_mean = reference.recurrent_means(x["v"], x["log_write"], lZ, x["value_mean"])
+    gates = x["log_write"], x["log_forget"], lZ, x["log_z"], x["log_exponent"], x["log_erase"], None, None
+    log_decay, _, gain = reference.centred_gates(*gates)
+    slow_lZ = reference.recurrent_log_norm(*slow)
+    _, extra, slow_mean = reference.recurrent_means(x["v"], slow[0], slow_lZ)
+    base = x["read_mean"][:, None] * vbar + x["add_to"] + weights * extra
+    want, last, _ = mesa(
+        x["q"], kd, vd, log_decay, gain, ridge, max_iter=200, tol=1e-13, scale=0.6,
+        initial_state=(x["memory"], Hkk), output_final_state=True, add_to=base,
+    )  # fmt: skip
+    state = tuple(s.clone() for s in (x["memory"], Hkk, x["key_mean"], x["value_mean"], x["log_z"]))
+    state, outs = (*state, torch.zeros_like(slow_mean), none.clone()), []
+    for a in range(0, tokens, width):
+        rows = [x[n][:, a : a + width] for n in ("q", "k", "v", *NAMES[3:7])]
+        scales = slow[0][:, a : a + width], slow[1][:, a : a + width], weights, *state[5:]
+        before = [s.clone() for s in state]
+        o, new = centred_mesa_step(
+            *rows, ridge, state=state[:5], read_mean=x["read_mean"], scale=0.6, add_to=x["add_to"][:, a : a + width],
+            time_scales=scales, in_place=in_place,
+        )  # fmt: skip
+        assert all((s.data_ptr() == n.data_ptr()) == in_place for s, n in zip(state, new, strict=True))
+        assert in_place or all(torch.equal(s, b) for s, b in zip(state, before, strict=True))
+        state = new
+        outs.append(o)
+    final = *last, key_mean, value_mean, lZ[:, -1], slow_mean, slow_lZ[:, -1]
+    for i, (a, b) in enumerate(zip((torch.cat(outs, 1), *state), (want, *final), strict=True)):
+        assert_close(f"result {i}", a, b, limit)
 
 
 @pytest.mark.parametrize("erase", [True, False])
@@ -186,8 +266,19 @@ def test_no_tokens():
 
 @pytest.mark.parametrize("erase", [True, False])
 @pytest.mark.parametrize("width", [1, 3])
-def test_steps(erase, width):
-    check_steps(inputs(6, 4, (1, 2, 4), batch=2), erase, width)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_steps(erase, width, in_place):
+    check_steps(inputs(6, 4, (1, 2, 4), batch=2), erase, width, in_place=in_place)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_scheduled_steps(in_place):
+    check_scheduled_steps(inputs(6, 4, (1, 2, 4), batch=2), 2, in_place)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_ridge_steps(in_place):
+    check_ridge_steps(inputs(6, 4, (1, 2, 4), batch=2), 2, in_place)
 
 
 def test_steps_from_nothing():

@@ -18,6 +18,7 @@ CHOSEN = (
     "reverse bf16 K=128 V=128",
     "grads bf16 K=64 V=64",
     "gates grads",
+    "step centred alone bf16 K=128 V=128",
 )
 
 

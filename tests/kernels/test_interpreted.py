@@ -162,22 +162,24 @@ else:
             results[-1] += centre(k, v, *gates, log_norm(*gates))[:4]
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
-    @pytest.mark.parametrize("width", [1, 3])
+    @pytest.mark.parametrize("width,in_place", [(1, True), (3, False)])
     @pytest.mark.parametrize("linear", [False, True])
-    def test_decode_in_place(width, linear):
+    def test_decode(width, linear, in_place):
         x = inputs(6, (32, 48), torch.float64, groups=(1, 2, 2), batch=2)
         want, last = call(x, linear, force_reference=True)
-        state = x["initial_state"].mT.contiguous().mT
-        address, outs = state.data_ptr(), []
+        state = x["initial_state"].mT.contiguous().mT if in_place else x["initial_state"]
+        outs = []
         for a in range(0, 6, width):
             rows = {name: t[:, a : a + width] for name, t in x.items() if name != "initial_state"}
-            shared = {"state": state, "scale": 0.3, "add_to": rows["add_to"]}
+            shared = {"state": state, "scale": 0.3, "add_to": rows["add_to"], "in_place": in_place}
+            before = state.clone()
             q, k, v, decay = (rows[name] for name in NAMES[:4])
             if linear:
-                o, same = linear_attn_step(q, k, v, decay, rows["gain"], **shared)
+                o, new = linear_attn_step(q, k, v, decay, rows["gain"], **shared)
             else:
-                o, same = gated_delta_step(q, k, v, decay, rows["beta"], gain=rows["gain"], **shared)
-            assert same.data_ptr() == address
+                o, new = gated_delta_step(q, k, v, decay, rows["beta"], gain=rows["gain"], **shared)
+            assert (new is state) == in_place and (in_place or torch.equal(state, before))
+            state = new
             outs.append(o)
         assert_close("o", torch.cat(outs, 1), want, TOLERANCE["float64"][0])
         assert_close("state", state, last, TOLERANCE["float64"][0])
@@ -276,7 +278,7 @@ else:
         packed = [*leaves[:6], None, cu, None, 0.3, False]
         torch.library.opcheck(delta_fwd, tuple(packed), test_utils=tests[:3])
         flat = [t.detach() for t in leaves]
-        step = (*flat[:6], 0.3, flat[6], None)
+        step = (*flat[:6], 0.3, flat[6], flat[6].clone(), None)
         torch.library.opcheck(delta_step, step, test_utils=("test_schema", "test_faketensor"))
         k, v, write, forget, *means, log_z = (t.requires_grad_() for t in statistics(5, (16, 16), torch.float32))
         torch.library.opcheck(log_norm_fwd, (write, forget, log_z, None), test_utils=tests)

@@ -1,0 +1,97 @@
+"""Alignment and distillation on one GPU and on several: seconds, tokens a second and how they scale.
+
+    python recipes/smollm2-135m-throughput/scaling.py MODEL --processes 1,2 --out scaling.json
+
+Runs `linearize convert MODEL` under torchrun with each number of processes: calibration alone, alignment as well, and
+distillation with weights split over the processes (FSDP2) and repeated in each (DDP). A short run comes first, so that
+compiled kernels are on disk. The alignment's seconds are those of the second run less those of the first; the
+distillation's rate is that of the median step of metrics.jsonl without the first third.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--processes", default="1,2")
+    parser.add_argument("--data", default="bundled")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--align-tokens", type=int, default=2**20)
+    parser.add_argument("--batch-tokens", type=int, default=131072)
+    parser.add_argument("--micro-tokens", type=int, default=32768)
+    parser.add_argument("--steps", type=int, default=12, help="of distillation")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="start no run after this long")
+    args = parser.parse_args()
+    began = time.monotonic()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+    results = {"model": args.model, "device": device, "torch": torch.__version__, "runs": []}
+    with tempfile.TemporaryDirectory() as folder:
+        measured(args, Path(folder) / "warm", 1, ["align.tokens=40k", "align.context=1024", "align.batch_tokens=8k"])
+        for count in map(int, args.processes.split(",")):
+            for name, flags in arms(args).items():
+                if time.monotonic() - began > args.budget_seconds:
+                    continue
+                run = {"stage": name, "processes": count} | measured(
+                    args, Path(folder) / f"{name}-{count}", count, flags
+                )
+                if name == "align":
+                    before = next(r for r in results["runs"] if r["stage"] == "start" and r["processes"] == count)
+                    run["align_seconds"] = round(run["seconds"] - before["seconds"], 1)
+                results["runs"].append(run)
+                args.out.write_text(json.dumps(results, indent=1) + "\n")
+                print(json.dumps(run), flush=True)
+
+
+def arms(args: argparse.Namespace) -> dict[str, list[str]]:
+    """What is run, in order: settings by name."""
+    distill = [
+        "align.tokens=0",
+        f"distill.tokens={args.steps * args.batch_tokens}",
+        f"distill.context={args.context}",
+        f"distill.batch_tokens={args.batch_tokens}",
+        f"distill.micro_tokens={args.micro_tokens}",
+    ]
+    align = [f"align.context={args.context}", "align.order=calibrate-first"]
+    return {
+        "start": [*align, "align.tokens=0"],
+        "align": [*align, f"align.tokens={args.align_tokens}"],
+        "distill-full": [*distill, "distill.shard=full"],
+        "distill-none": [*distill, "distill.shard=none"],
+    }
+
+
+def measured(args: argparse.Namespace, out: Path, count: int, settings: list[str]) -> dict:
+    """Run one arm; its times, or the last line of what went wrong."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    command += ["-m", "linearize", "convert", args.model, str(out), "-q"]
+    common = [f"data.source={args.data}", "data.heldout_tokens=0", f"run.device={args.device}", "calibrate.tokens=16k"]
+    for setting in [*common, *settings]:
+        command += ["-s", setting]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True)
+    found: dict = {"seconds": round(time.monotonic() - began, 1)}
+    if done.returncode:
+        return found | {"error": done.stderr.strip().splitlines()[-20:]}
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["tokens_per_second"] for line in lines if line["stage"] == "distill"]
+    if rates:
+        found["tokens_per_second"] = round(statistics.median(rates[len(rates) // 3 :]))
+        found["loss"] = lines[-1]["loss"]
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A few tokens after others take a mixer's step, which is what the full form would have given and leaves the old state.
+
+The kernels' steps themselves are checked in tests/kernels.
+"""
+
+import pytest
+import torch
+from test_mixers import CENTRED, EXACT, SHAPE, Batch, call, random_mixer, text
+from torch import Tensor
+
+from linearize.mixers import MIXERS, MesaNet
+from linearize.mixers import mesanet as mesanet_module
+
+STEPPING = [kind for kind in CENTRED if MIXERS[kind].steps]
+LEFT = torch.tensor([[True] * 40, [False] * 17 + [True] * 23, [False] * 40])  # the last row has seen nothing
+
+
+def prefill(mixer, dtype=torch.float64, tokens: int = 40) -> tuple[Batch, dict[str, Tensor]]:
+    batch = text(3, tokens + 8, dtype=dtype)
+    with torch.no_grad():
+        _, state = call(mixer, batch.map(lambda x: x[:, :tokens]), mask=LEFT[:, :tokens], output_state=True)
+    return batch, state
+
+
+def both(mixer, batch: Batch, state, mask=None) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """(o, new state) of the step and of the full form, which is what a mixer computes when gradients are wanted."""
+    results = []
+    for steps in (True, False):
+        with torch.set_grad_enabled(not steps):
+            o, new = call(mixer, batch, mask=mask, state=state, output_state=True)
+        assert o.requires_grad != steps
+        results.append((o.detach(), {name: x.detach() for name, x in new.items()}))
+    return results
+
+
+def assert_alike(got, want, **limits) -> None:
+    (o, state), (wanted, states) = got, want
+    torch.testing.assert_close(o, wanted, **limits)
+    assert state.keys() == states.keys()
+    for name, x in states.items():
+        assert state[name].dtype == x.dtype
+        torch.testing.assert_close(state[name], x, **limits, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_which_mixers_step():
+    assert set(STEPPING) == {"gdn", "vala", "deltanet", "mesanet"}
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_a_step_is_the_full_form(kind, tokens):
+    mixer = random_mixer(kind)
+    batch, state = prefill(mixer)
+    rest = batch.map(lambda x: x[:, 40 : 40 + tokens])
+    assert_alike(*both(mixer, rest, state), **EXACT)
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+@pytest.mark.parametrize("options", [{"time_scales": 0}, {"time_scales": 1, "taps": 1}])
+def test_a_step_with_other_readouts(kind, options):
+    mixer = random_mixer(kind, **options)
+    batch, state = prefill(mixer)
+    assert_alike(*both(mixer, batch.map(lambda x: x[:, 40:43]), state), **EXACT)
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+def test_a_step_in_single_precision(kind):
+    mixer = random_mixer(kind, dtype=torch.float32)
+    batch, state = prefill(mixer, torch.float32)
+    limits = {"atol": 1e-4, "rtol": 1e-4} if kind == "mesanet" else {"atol": 2e-5, "rtol": 2e-5}
+    assert_alike(*both(mixer, batch.map(lambda x: x[:, 40:42]), state), **limits)
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+def test_padding_in_a_step_changes_nothing(kind):
+    mixer = random_mixer(kind)
+    batch, state = prefill(mixer)
+    mask = torch.tensor([[True, False, True, True], [False] * 4, [False, False, True, True]])
+    rest = batch.map(lambda x: x[:, 40:44])
+    got, want = both(mixer, rest, state, mask)
+    for o in (got[0], want[0]):
+        assert o.isfinite().all()
+        o[~mask] = 0
+    assert_alike(got, want, **EXACT)
+    for name, x in got[1].items():
+        torch.testing.assert_close(x[1], state[name][1], **EXACT)
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+def test_a_step_leaves_the_state_that_others_may_hold(kind):
+    mixer = random_mixer(kind)
+    batch, state = prefill(mixer)
+    kept = {name: x.clone() for name, x in state.items()}
+    with torch.no_grad():
+        call(mixer, batch.map(lambda x: x[:, 40:41]), state=state, output_state=True)
+    assert all(torch.equal(state[name], x) for name, x in kept.items())
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+def test_when_a_step_is_taken(kind, monkeypatch):
+    taken = []
+    cls = MIXERS[kind]
+    for name, method in (("step", cls.step), ("remember", cls.remember)):
+        monkeypatch.setattr(cls, name, lambda *a, f=method, n=name, **o: (taken.append(n), f(*a, **o))[1])
+    mixer = random_mixer(kind)
+    batch, state = prefill(mixer)
+    taken.clear()
+    few, many = (batch.map(lambda x, n=n: x[:, 40 - n : 41]) for n in (0, 8))
+    with torch.no_grad():
+        call(mixer, few, state=state, output_state=True)
+        call(mixer, many, state=state, output_state=True)
+        call(mixer, few, state=state)
+        call(mixer, few, output_state=True)
+    call(mixer, few, state=state, output_state=True)
+    mixer.requires_grad_(False)
+    call(mixer, few, state=state, output_state=True)
+    assert taken == ["step", *["remember"] * 4, "step"]
+
+
+def test_the_ridge_of_a_cache_of_keys_steps_too(monkeypatch):
+    """k-cache reads through MesaNet's memory, and shares its step."""
+    seen = []
+    step = mesanet_module.mesa_step
+    monkeypatch.setattr(mesanet_module, "mesa_step", lambda *a, **o: (seen.append(1), step(*a, **o))[1])
+    mixer = random_mixer("k-cache")
+    batch, state = prefill(mixer)
+    assert_alike(*both(mixer, batch.map(lambda x: x[:, 40:43]), state), atol=1e-8, rtol=1e-8)
+    assert seen == [1] and not isinstance(mixer, MesaNet) and SHAPE.key_dim <= 128
