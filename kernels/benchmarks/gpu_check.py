@@ -31,7 +31,6 @@ from bench import BANDWIDTH, as_graph, in_a_row, timed
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
 
-os.environ.setdefault("LINEARIZE_KERNELS", "auto")  # the package's default is torch on every device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU serves dry runs in the interpreter
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMIT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32 on GPU"}

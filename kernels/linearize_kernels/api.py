@@ -12,6 +12,7 @@ log_forget = 0) changes nothing; its own output rows are finite and unspecified.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import warnings
@@ -29,21 +30,25 @@ def _fail(what: str, value: object, fix: str) -> None:
     raise ValueError(f"{what} (got {value}): {fix}")
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def uses_kernels(x: Tensor) -> bool:
     """Whether the Triton kernels serve tensors like `x`, by LINEARIZE_KERNELS.
 
-    reference (default): never; the torch forms run on every device, because the kernels have not been measured on a
-    GPU in their present form. auto: on a GPU, unless the tensors are
-    float64 or Triton is missing. triton: always; on a CPU that needs TRITON_INTERPRET=1.
+    auto (default): on a GPU, unless the tensors are float64 or Triton is missing. reference: never; the torch forms
+    run on every device. triton: always; on a CPU that needs TRITON_INTERPRET=1.
     """
-    choice = os.environ.get("LINEARIZE_KERNELS", "reference")
+    choice = os.environ.get("LINEARIZE_KERNELS", "auto")
     if choice not in ("auto", "reference", "triton"):
         _fail("LINEARIZE_KERNELS", choice, "set it to auto, reference or triton")
     if choice != "auto":
         return choice == "triton"
     if not x.is_cuda or x.dtype == torch.float64:
         return False
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         warnings.warn("Triton is not installed: sequence mixers run as slower torch operators", stacklevel=3)
         return False
     return True

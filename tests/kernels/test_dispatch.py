@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ def test_the_environment_switch(monkeypatch):
     x = torch.zeros(1)
     monkeypatch.delenv("LINEARIZE_KERNELS", raising=False)
     assert not uses_kernels(x)
+    assert uses_kernels(SimpleNamespace(is_cuda=True, dtype=torch.bfloat16))
+    assert not uses_kernels(SimpleNamespace(is_cuda=True, dtype=torch.float64))
     monkeypatch.setenv("LINEARIZE_KERNELS", "triton")
     assert uses_kernels(x)
     monkeypatch.setenv("LINEARIZE_KERNELS", "reference")
