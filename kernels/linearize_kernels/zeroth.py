@@ -167,8 +167,8 @@ def top_row(v, opening, sequence, kv_head, kv_heads, back, v_token, column, V: t
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "group"])
 def local_grads_kernel(
-    v, d_base, log_write, log_forget, log_z, scales, add_to, add_scale, tail, opening, logs, local, d_add, d_weights,
-    table, cu_seqlens,
+    v, d_base, log_write, log_forget, log_z, scales, add_to, add_scale, entering, tail, opening, logs, reads, local,
+    d_add, d_weights, table, cu_seqlens,
     T, NT, H, group, v_batch, v_token, v_head, o_batch, o_token, o_head, w_batch, w_token, w_head,
     f_batch, f_token, f_head, z_batch, z_token, z_head, a_batch, a_token, a_head,
     M: tl.constexpr, J: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CONSTANT: tl.constexpr,
@@ -177,7 +177,8 @@ def local_grads_kernel(
 ):  # fmt: skip
     """What needs no product: the gradients of add_to, of its weight and of those of taps and sink, and
 
-    `local`: by each chunk the cotangents of the means that enter it, sum_t rho_m G_t dO_t, and last sum_t dO_t.
+    `local`: by each chunk the cotangents of the means that enter it, sum_t rho_m G_t dO_t, and last sum_t dO_t;
+    `reads` [chunks,H*M,C]: dO v0.
     """
     COLUMNS: tl.constexpr = 2 * M + J + 2
     chunk = tl.program_id(0) // H
@@ -233,6 +234,8 @@ def local_grads_kernel(
             kept = entering_weights(sum_forget, norm, first_sum, first_write, at_row(norm, row, 0))
             kept *= tl.load(scales + scale).to(ACC)
             tl.store(local + m * V + column, tl.sum(kept[None, :] * slope, axis=1), mask=inside)
+            mean = tl.load(entering + (line * M + m) * V + column, mask=inside, other=0.0)
+            tl.store(reads + (line * M + m) * C + row, tl.sum(slope * mean[:, None], axis=0))
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H"])
@@ -257,8 +260,8 @@ def carry_kernel(
     count = (end - start + C - 1) // C
     mean = tl.zeros([BD], dtype=ACC)
     if INITIAL:
-        place = (tl.cast(sequence, tl.int64) * H + head) * M + m
-        mean += tl.load(initial + place * V + column, mask=inside & (m < M), other=0.0).to(ACC)
+        given = (tl.cast(sequence, tl.int64) * H + head) * M + m
+        mean += tl.load(initial + given * V + column, mask=inside & (m < M), other=0.0).to(ACC)
     row = tl.arange(0, BLOCK)
     for block in range(0, count, BLOCK):
         real = block + row < count
@@ -287,9 +290,10 @@ def readout_kernel(
     SINK: tl.constexpr, OPENING: tl.constexpr, TAIL: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    TILES: tl.constexpr = (V + BV - 1) // BV
     kv_heads = H // group
-    chunk = tl.program_id(0) // kv_heads
-    kv_head = tl.program_id(0) % kv_heads
+    chunk = tl.program_id(0) // TILES // kv_heads
+    kv_head = tl.program_id(0) // TILES % kv_heads
     batch, first, count = locate_chunk(chunk, table, cu_seqlens, T, NT, C, VARLEN)
     if count == 0:
         return
@@ -297,7 +301,7 @@ def readout_kernel(
     sequence, start, _ = locate_origin(chunk, table, cu_seqlens, T, NT, VARLEN)
     age = (first - start).to(tl.int32)
     row = tl.arange(0, C)
-    column = tl.arange(0, BV)
+    column = tl.program_id(0) % TILES * BV + tl.arange(0, BV)
     tile = (column < V)[:, None] & (row < count)[None, :]
     v += batch * v_batch + first * v_token + tl.cast(kv_head, tl.int64) * v_head
     kind = base.dtype.element_ty
@@ -348,7 +352,7 @@ def leaving_weights(logs, row, count, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "group", "size"])
 def weight_grads_kernel(
-    v, d_base, logs, scales, entering, leaving, d_logs, d_weights, table, cu_seqlens,
+    v, d_base, logs, reads, scales, entering, leaving, d_logs, d_weights, table, cu_seqlens,
     T, NT, H, group, size, v_batch, v_token, v_head, o_batch, o_token, o_head,
     M: tl.constexpr, J: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CONSTANT: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
@@ -368,8 +372,9 @@ def weight_grads_kernel(
     v += batch * v_batch + first * v_token + tl.cast(head // group, tl.int64) * v_head
     d_base += batch * o_batch + first * o_token + tl.cast(head, tl.int64) * o_head
     line = tl.cast(tl.program_id(0), tl.int64)
-    values = tl.load(v + row[:, None] * v_token + column[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-    slope = tl.load(d_base + row[None, :] * o_token + column[:, None], mask=inside[:, None] & real[None, :], other=0.0)
+    tile = real[:, None] & inside[None, :]
+    values = tl.load(v + row[:, None] * v_token + column[None, :], mask=tile, other=0.0)
+    slope = tl.load(d_base + row[None, :] * o_token + column[:, None], mask=tl.trans(tile), other=0.0)
     scores = dot(values, slope, PRECISION, ACC)
     for m in range(0, M):
         own = logs + (line * M + m) * 3 * C
@@ -377,14 +382,17 @@ def weight_grads_kernel(
         rho = tl.load(scales + head * M + m).to(ACC)
         mean = tl.load(entering + (line * M + m) * V + column, mask=inside, other=0.0)
         later = tl.load(leaving + (line * (M + 1) + m) * V + column, mask=inside, other=0.0)
-        read = tl.sum(slope.to(ACC) * mean[:, None], axis=0)
+        read = tl.load(reads + (line * M + m) * C + row)
         E = (scores - read[None, :]) * mean_weights(own, row, C)
         by_row = tl.sum(E, axis=0)
-        tl.store(out, tl.sum(by_row + read, axis=0))
-        gap = tl.sum((values.to(ACC) - mean[None, :]) * later[None, :], axis=1)
-        final = leaving_weights(own, row, count, C) * gap
-        by_column = rho * tl.sum(E, axis=1) + final
-        by_row = rho * by_row + tl.where(row == count - 1, tl.sum(final, axis=0), 0.0)
+        whole = tl.sum(by_row, axis=0)
+        tl.store(out, whole + tl.sum(read, axis=0))
+        # Loaded again: a register for each of its numbers would not last through the loop.
+        again = tl.load(v + row[:, None] * v_token + column[None, :], mask=tile, other=0.0).to(ACC)
+        gap = tl.sum((again - mean[None, :]) * later[None, :], axis=1)
+        by_column = rho * tl.sum(E, axis=1) + leaving_weights(own, row, count, C) * gap
+        # Rows and columns have one sum, so the last row gets what the columns got.
+        by_row = rho * by_row + tl.where(row == count - 1, tl.sum(by_column, axis=0) - rho * whole, 0.0)
         slopes = d_logs + ((batch * H + head) * M + m) * T + first
         tl.store(slopes + row, by_column, mask=real)
         tl.store(slopes + size + row, -by_row, mask=real)
@@ -404,9 +412,10 @@ def value_grads_kernel(
     OPENING: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the values: the readout backwards, over the query heads of a KV head."""
+    TILES: tl.constexpr = (V + BV - 1) // BV
     kv_heads = H // group
-    chunk = tl.program_id(0) // kv_heads
-    kv_head = tl.program_id(0) % kv_heads
+    chunk = tl.program_id(0) // TILES // kv_heads
+    kv_head = tl.program_id(0) // TILES % kv_heads
     batch, first, count = locate_chunk(chunk, table, cu_seqlens, T, NT, C, VARLEN)
     if count == 0:
         return
@@ -414,7 +423,7 @@ def value_grads_kernel(
     sequence, start, end = locate_origin(chunk, table, cu_seqlens, T, NT, VARLEN)
     rest = tl.minimum(end - first, C + J).to(tl.int32)
     row = tl.arange(0, C)
-    column = tl.arange(0, BV)
+    column = tl.program_id(0) % TILES * BV + tl.arange(0, BV)
     inside = column < V
     tile = inside[:, None] & (row < count)[None, :]
     through = tl.zeros([BV, C], dtype=ACC)
@@ -456,14 +465,20 @@ def value_grads_kernel(
 
 # Chunks and columns of one step of the scan over chunks, and its warps.
 CARRY = (32, 32, 4)
-# V rounded up to a power of two -> warps of the readout, and of the gradients of weights and values.
-READOUT = {16: 2, 32: 2, 64: 4, 128: 8, 256: 8}
-GRADS = {16: (2, 2), 32: (2, 2), 64: (4, 4), 128: (4, 8), 256: (8, 8)}
-SUMS = 4
+# V rounded up to a power of two -> warps of what has no product, of the readout, and of the gradients of weights and
+# of values. Readout and gradients of values take V in tiles of at most 128.
+WARPS = {16: (4, 2, 2, 2), 32: (4, 2, 2, 2), 64: (4, 4, 4, 4), 128: (4, 8, 4, 4), 256: (8, 8, 8, 4)}
+TILE = 128
 
 
 def _width(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
+
+
+def _warps(v: Tensor, warps: int | None) -> list[int]:
+    """Warps of the launches of WARPS; those with products may be replaced."""
+    simple, *products = WARPS[_width(v.shape[-1])]
+    return [simple, *(launch_warps(v.dtype, warps or default) for default in products)]
 
 
 def _widths(v: Tensor, scales: Tensor) -> dict:
@@ -515,26 +530,28 @@ def forward(
     logs, constant = _logs(log_write, log_forget, log_z) if count else ((0,) * 9, False)
     size = tokens, chunks.per_row, heads, heads // kv_heads
     tables = chunks.table, chunks.cu_seqlens
-    shared = {"VARLEN": chunks.packed, **widths}
+    shared = {"VARLEN": chunks.packed, "num_stages": 1, **widths}
+    simple, product, *_ = _warps(v, warps)
     totals = v.new_empty(chunks.count, heads, count, dtype=wide)
     sums = v.new_empty(chunks.count, heads, count, dim, dtype=wide)
     lines = v.new_empty(chunks.count, heads * count, 3, CHUNK, dtype=wide)
     if count:
         sums_kernel[(chunks.count * kv_heads,)](
             v, log_write, log_forget, log_z, lines, sums, totals, *tables, *size, *strides_of(v), *logs,
-            CONSTANT=constant, num_warps=SUMS, num_stages=1, **shared,
+            CONSTANT=constant, num_warps=simple, **shared,
         )  # fmt: skip
         entering, final = _carry(sums, totals, chunks, initial, reverse=False)
     else:
         entering, final = sums, sums.new_empty(chunks.sequences, heads, 0, dim)
     base = v.new_empty(batch, tokens, heads, dim)
-    readout_kernel[(chunks.count * kv_heads,)](
+    tile = min(TILE, widths["BV"])
+    readout_kernel[(chunks.count * kv_heads * triton.cdiv(dim, tile),)](
         v, lines, scales, taps, sink, add_to, add_scale, entering,
         None if tail is None else tail.contiguous(), None if opening is None else opening.contiguous(), base,
         *tables, *size, *strides_of(v), *((0, 0, 0) if add_to is None else strides_of(add_to)),
         J=0 if taps is None else taps.shape[0], SINK=sink is not None, OPENING=opening is not None,
         TAIL=tail is not None, ADD=add_to is not None, SCALED=add_scale is not None, PRECISION=precision(v.dtype),
-        num_warps=launch_warps(v.dtype, warps or READOUT[widths["BV"]]), num_stages=1, **shared,
+        num_warps=product, **shared | {"BV": tile},
     )  # fmt: skip
     return base, final.flatten(1, 2), entering, totals
 
@@ -564,32 +581,34 @@ def backward(
     tail, opening = (None if x is None else x.contiguous() for x in (tail, opening))
     local = entering.new_empty(chunks.count, heads, count + 1, dim)
     lines = entering.new_empty(chunks.count, heads * count, 3, CHUNK)
+    reads = entering.new_empty(chunks.count, heads * count, CHUNK)
     d_add = v.new_empty((batch, tokens, heads, dim) if add_scale is not None else 0)
     # Entries of the chunk table that no sequence uses are not written, nor are columns of what is absent.
     d_weights = entering.new_zeros(chunks.count, heads, 2 * count + size + 2)
     sizes = tokens, chunks.per_row, heads, heads // kv_heads
+    simple, _, of_weights, of_values = _warps(v, warps)
     flags = {"SINK": sink is not None, "OPENING": opening is not None}
     shared = {"J": size, "VARLEN": chunks.packed, "num_stages": 1, **widths}
     local_grads_kernel[(chunks.count * heads,)](
-        v, d_base, log_write, log_forget, log_z, scales, add_to, add_scale, tail, opening, lines, local, d_add,
-        d_weights, *tables, *sizes, *strides_of(v), *strides_of(d_base), *logs,
+        v, d_base, log_write, log_forget, log_z, scales, add_to, add_scale, entering, tail, opening, lines, reads,
+        local, d_add, d_weights, *tables, *sizes, *strides_of(v), *strides_of(d_base), *logs,
         *((0, 0, 0) if add_scale is None else strides_of(add_to)),
-        CONSTANT=constant, TAIL=tail is not None, SCALED=add_scale is not None, num_warps=SUMS, **flags, **shared,
+        CONSTANT=constant, TAIL=tail is not None, SCALED=add_scale is not None, num_warps=simple, **flags, **shared,
     )  # fmt: skip
     leaving, ahead = _carry(local, totals, chunks, d_final, reverse=True)
     d_logs = entering.new_empty(2 if constant else 3, batch, heads * count, tokens)
-    first, second = (launch_warps(v.dtype, warps or w) for w in GRADS[widths["BV"]])
     if count:
         weight_grads_kernel[(chunks.count * heads,)](
-            v, d_base, lines, scales, entering, leaving, d_logs, d_weights, *tables, *sizes,
+            v, d_base, lines, reads, scales, entering, leaving, d_logs, d_weights, *tables, *sizes,
             batch * tokens * heads * count, *strides_of(v), *strides_of(d_base),
-            CONSTANT=constant, PRECISION=precision(v.dtype), num_warps=first, **shared,
+            CONSTANT=constant, PRECISION=precision(v.dtype), num_warps=of_weights, **shared,
         )  # fmt: skip
     dv = v.new_empty(batch, tokens, kv_heads, dim)
     d_opening = entering.new_zeros(opening.shape if opening is not None else 0)
-    value_grads_kernel[(chunks.count * kv_heads,)](
+    tile = min(TILE, widths["BV"])
+    value_grads_kernel[(chunks.count * kv_heads * triton.cdiv(dim, tile),)](
         d_base, lines, scales, taps, sink, leaving, ahead, dv, d_opening, *tables, *sizes, *strides_of(d_base),
-        PRECISION=precision(v.dtype), num_warps=second, **flags, **shared,
+        PRECISION=precision(v.dtype), num_warps=of_values, **flags, **shared | {"BV": tile},
     )  # fmt: skip
     return dv, d_logs, d_weights.sum(0), d_add, ahead[:, :, :count].flatten(1, 2), d_opening
 

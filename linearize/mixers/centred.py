@@ -62,7 +62,7 @@ class CentredMixer(Mixer):
     """Zeroth-order readout plus what a memory of centred keys and values answers to q - r.
 
     A subclass names the gates of its memory and implements :meth:`remember` and :meth:`memory_bytes`; where the kernels
-    have the whole of it in one step, also :meth:`step`.
+    have all of it as one operator, :meth:`whole` in place of :meth:`remember`, and :meth:`step`.
 
     Options: ``taps`` (J values v_t .. v_{t-J+1}), ``time_scales`` (M extra running means).
 
@@ -74,6 +74,7 @@ class CentredMixer(Mixer):
 
     memory_gates: ClassVar[int]
     steps: ClassVar[bool] = False  # whether it has a :meth:`step`
+    wholes: ClassVar[bool] = False  # whether it has a :meth:`whole`
     memories: ClassVar[tuple[str, ...]] = ("memory",)  # names of the memory's own states, in the order a step has them
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
@@ -124,6 +125,22 @@ class CentredMixer(Mixer):
 
         gates: n tensors [B, T, H], packed, zero where they have no effect, at most LIMIT. old: the state before, or {}.
         Returns o [B, T, H, V], packed, and with ``output_state`` the memory's own state.
+        """
+        raise NotImplementedError
+
+    def whole(
+        self,
+        gap: Tensor,
+        k: Tensor,
+        v: Tensor,
+        writes: tuple[Tensor, Tensor],
+        gates: list[Tensor],
+        scale: float,
+        **shared,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """The whole mixer by one of the kernels' operators, with gradients; arguments as those of :meth:`step`, packed.
+
+        Returns o [B, T, H, V], packed, and the states ``memories`` and STATISTICS, or None where none are asked for.
         """
         raise NotImplementedError
 
@@ -185,6 +202,26 @@ class CentredMixer(Mixer):
             o, states = self.step(q - self.reference, k, v, (log_write, log_forget), gates, scale, **shared)
             return o.to(q.dtype), new | dict(zip((*names, *SLOW), states, strict=False))
 
+        gap = layout.pack(q - self.reference)
+        if self.wholes:
+            base, zeroth = self.readout(None, k, v, scale, layout, mask, old)
+            names = (*self.memories, *STATISTICS)
+            o, states = self.whole(
+                gap,
+                layout.pack(k),
+                layout.pack(v),
+                (log_write, log_forget),
+                gates,
+                scale,
+                read_mean=self.readout.mean,
+                initial_state=tuple(old[n] for n in names) if old else None,
+                output_final_state=output_state,
+                cu_seqlens=layout.cu_seqlens,
+                add_to=layout.pack(base),
+            )
+            o = layout.unpack(o).to(q.dtype)
+            return o, dict(zip(names, states, strict=True)) | zeroth if output_state else None
+
         # First order: running means and centred keys and values (§2), write strengths (§4, §5).
         cu = layout.cu_seqlens
         log_z = log_norm(log_write, log_forget, initial_log_z=old.get("log_z"), cu_seqlens=cu)
@@ -199,7 +236,7 @@ class CentredMixer(Mixer):
         )
         base, zeroth = self.readout(layout.unpack(mean), k, v, scale, layout, mask, old)
         at = Centred(
-            gap=layout.pack(q - self.reference),
+            gap=gap,
             keys=keys,
             values=values,
             rho2=rho2,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from linearize_kernels import log_norm, running_mean
+from linearize_kernels import log_norm, readout
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -242,34 +242,61 @@ class Readout(nn.Module):
         seen = v.new_full((len(v),), v.shape[1], dtype=torch.long) if mask is None else mask.long().sum(1)
         return base, {"tail": tail, "sink": first, "seen": seen + old["seen"] if old else seen}
 
+    def next_local(self, v: Tensor, old: dict) -> dict[str, Tensor]:
+        """tail, sink and seen after tokens without padding."""
+        length, size = v.shape[1], self.taps.shape[0] - 1
+        before = old["tail"] if old else v.new_zeros(len(v), size, *v.shape[2:])
+        tail = torch.cat([before, v[:, max(length - size, 0) :]], 1)
+        first, seen = v[:, 0], v.new_full((len(v),), length, dtype=torch.long)
+        if old:
+            first = torch.where((old["seen"] > 0)[:, None, None], old["sink"].to(v.dtype), first)
+            seen = seen + old["seen"]
+        return {"tail": tail[:, tail.shape[1] - size :], "sink": first, "seen": seen}
+
     def slow_weights(self, k: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log write weight and log forgetting of the extra means, [B, T, H M], from k [B, T, Hk, K]."""
         write = tilt(k, self.scale_reference.flatten(0, 1), scale)
         return mask_write(write, forgetting(self.scale_forget).flatten().expand_as(write), mask)
 
     def forward(
-        self, mean: Tensor, k: Tensor, v: Tensor, scale: float, layout: Layout, mask: Tensor | None, old: dict
+        self, mean: Tensor | None, k: Tensor, v: Tensor, scale: float, layout: Layout, mask: Tensor | None, old: dict
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Read one batch.
 
-        mean: [B, T, H, V], the running mean vbar_t of the values. k: [B, T, Hk, K], v: [B, T, Hk, V] and scale as the
-        mixer has them, not packed. old: a state with what an earlier call returned in it, or {}. Returns the readout
-        [B, T, H, V] in the parameters' dtype, and its part of the state: tail, sink, seen, scale_mean, scale_log_z.
+        mean: [B, T, H, V], the running mean vbar_t of the values, or None to leave its term out. k: [B, T, Hk, K],
+        v: [B, T, Hk, V] and scale as the mixer has them, not packed. old: a state with what an earlier call returned
+        in it, or {}. Returns the readout [B, T, H, V] in v's dtype, and its part of the state: tail, sink, seen,
+        scale_mean, scale_log_z.
         """
-        base, new = self.local(v, layout, mask, old)
-        base = self.mean[:, None] * mean.to(self.mean.dtype) + base
+        if mask is None:
+            new = self.next_local(v, old)
+            local = {"taps": self.taps, "sink": self.sink, "tail": old.get("tail")}
+            local["first"] = new["sink"] if old else None
+            if mean is not None:
+                local |= {"add_to": layout.pack(mean), "add_scale": self.mean}
+            write, forget = tilt(k, self.scale_reference.flatten(0, 1), scale), forgetting(self.scale_forget).flatten()
+        else:
+            # Taps and sink skip padding, which the operator does not.
+            base, new = self.local(v, layout, mask, old)
+            if mean is not None:
+                base = base + self.mean[:, None] * mean.to(self.mean.dtype)
+            local = {"add_to": layout.pack(base)}
+            write, forget = self.slow_weights(k, scale, mask)
+        means = None, None, None
         if self.scales.shape[1]:
-            write, forget = map(layout.pack, self.slow_weights(k, scale, mask))
-            log_z = log_norm(write, forget, initial_log_z=old.get("scale_log_z"), cu_seqlens=layout.cu_seqlens)
-            extra, last = running_mean(
-                layout.pack(v),
-                write,
-                forget,
-                log_z,
-                initial_mean=old.get("scale_mean"),
-                cu_seqlens=layout.cu_seqlens,
+            write, forget = layout.pack(write), forget if mask is None else layout.pack(forget)
+            log_z = log_norm(
+                write, forget.expand_as(write), initial_log_z=old.get("scale_log_z"), cu_seqlens=layout.cu_seqlens
             )
-            extra = layout.unpack(extra).unflatten(2, self.scales.shape)
-            base = base + torch.einsum("bthmv,hm->bthv", extra.to(base.dtype), self.scales)
+            means = write, forget, log_z
+        base, last = readout(
+            layout.pack(v),
+            *means,
+            self.scales,
+            initial_mean=old.get("scale_mean"),
+            cu_seqlens=layout.cu_seqlens,
+            **local,
+        )
+        if self.scales.shape[1]:
             new |= {"scale_mean": last, "scale_log_z": log_z[:, -1]}
-        return base, new
+        return layout.unpack(base), new

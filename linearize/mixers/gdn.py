@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from linearize_kernels import centred_gated_delta_step, gated_delta
+from linearize_kernels import centred_gated_delta, centred_gated_delta_step, gated_delta
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from linearize.mixers.base import HeadShape, Sample
-from linearize.mixers.centred import FLOOR, Centred, CentredMixer
+from linearize.mixers.centred import FLOOR, CentredMixer
 from linearize.mixers.expansion import Strengths
 from linearize.mixers.fit import Points, centred_at, fit_readout
 
@@ -69,6 +69,7 @@ class GDN(CentredMixer):
     kind = "gdn"
     memory_gates = 2
     steps = True
+    wholes = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)
@@ -105,6 +106,19 @@ class GDN(CentredMixer):
         """rho_A s (q - r) / c_h."""
         return gap * (self.read_state / self.log_balance.exp() * scale)[:, None]
 
+    def whole(
+        self,
+        gap: Tensor,
+        k: Tensor,
+        v: Tensor,
+        writes: tuple[Tensor, Tensor],
+        gates: list[Tensor],
+        scale: float,
+        **shared,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        query = self.query(gap, scale).to(k.dtype)
+        return centred_gated_delta(query, k, v, *writes, *gates, self.log_balance, **shared)
+
     def step(
         self,
         gap: Tensor,
@@ -117,22 +131,3 @@ class GDN(CentredMixer):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         query = self.query(gap, scale).to(k.dtype)
         return centred_gated_delta_step(query, k, v, *writes, *gates, self.log_balance, **shared)
-
-    def remember(
-        self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_decay, beta, gain = delta_arguments(at.strengths, *gates, at.rho2, self.log_balance.exp())
-        o, memory = gated_delta(
-            self.query(at.gap, scale).to(at.keys.dtype),
-            at.keys,
-            at.values,
-            log_decay,
-            beta,
-            gain=gain,
-            scale=1.0,
-            initial_state=old.get("memory"),
-            output_final_state=output_state,
-            cu_seqlens=at.cu_seqlens,
-            add_to=at.base,
-        )
-        return o, {"memory": memory}

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from linearize_kernels import centred_linear_attn_step, linear_attn
+from linearize_kernels import centred_linear_attn, centred_linear_attn_step, linear_attn
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from linearize.mixers.base import HeadShape, Sample
-from linearize.mixers.centred import Centred, CentredMixer, covariance_arguments
+from linearize.mixers.centred import CentredMixer, covariance_arguments
 from linearize.mixers.fit import Points, centred_at, fit_readout
 
 
@@ -34,6 +34,7 @@ class VaLA(CentredMixer):
     kind = "vala"
     memory_gates = 2
     steps = True
+    wholes = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)
@@ -66,6 +67,19 @@ class VaLA(CentredMixer):
         """rho_A s (q - r)."""
         return gap * (self.read_state * scale)[:, None]
 
+    def whole(
+        self,
+        gap: Tensor,
+        k: Tensor,
+        v: Tensor,
+        writes: tuple[Tensor, Tensor],
+        gates: list[Tensor],
+        scale: float,
+        **shared,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        query = self.query(gap, scale).to(k.dtype)
+        return centred_linear_attn(query, k, v, *writes, *gates, **shared)
+
     def step(
         self,
         gap: Tensor,
@@ -77,19 +91,3 @@ class VaLA(CentredMixer):
         **shared,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         return centred_linear_attn_step(self.query(gap, scale).to(k.dtype), k, v, *writes, *gates, **shared)
-
-    def remember(
-        self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        o, memory = linear_attn(
-            self.query(at.gap, scale).to(at.keys.dtype),
-            at.keys,
-            at.values,
-            *covariance_arguments(at.strengths, *gates),
-            scale=1.0,
-            initial_state=old.get("memory"),
-            output_final_state=output_state,
-            cu_seqlens=at.cu_seqlens,
-            add_to=at.base,
-        )
-        return o, {"memory": memory}
