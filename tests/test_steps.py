@@ -100,7 +100,9 @@ def test_a_step_leaves_the_state_that_others_may_hold(kind):
 def test_when_a_step_is_taken(kind, monkeypatch):
     taken = []
     cls = MIXERS[kind]
-    for name, method in (("step", cls.step), ("remember", cls.remember)):
+    full = "whole" if cls.wholes else "remember"
+    for name in ("step", full):
+        method = getattr(cls, name)
         monkeypatch.setattr(cls, name, lambda *a, f=method, n=name, **o: (taken.append(n), f(*a, **o))[1])
     mixer = random_mixer(kind)
     batch, state = prefill(mixer)
@@ -114,7 +116,7 @@ def test_when_a_step_is_taken(kind, monkeypatch):
     call(mixer, few, state=state, output_state=True)
     mixer.requires_grad_(False)
     call(mixer, few, state=state, output_state=True)
-    assert taken == ["step", *["remember"] * 4, "step"]
+    assert taken == ["step", *[full] * 4, "step"]
 
 
 def test_the_ridge_of_a_cache_of_keys_steps_too(monkeypatch):
