@@ -75,7 +75,13 @@ class Launch:
 
 
 def recorded(call: Callable[[], object]) -> tuple:
-    """(kernel, launch) of the one launch that call() makes on CPU tensors; nothing runs.
+    """(kernel, launch) of the one launch that call() makes on CPU tensors; nothing runs."""
+    (one,) = all_recorded(call)
+    return one
+
+
+def all_recorded(call: Callable[[], object]) -> list[tuple]:
+    """(kernel, launch) of every launch that call() makes on CPU tensors; nothing runs.
 
     Triton specialises a kernel for arguments that are None, 1 or divisible by 16, so what compiles from a description
     by hand may not compile as it is launched.
@@ -88,8 +94,7 @@ def recorded(call: Callable[[], object]) -> tuple:
         call()
     finally:
         JITFunction.run = before
-    (one,) = found
-    return one
+    return found
 
 
 def specialised(fn, launch: Launch, target) -> tuple:
@@ -169,6 +174,7 @@ def entries(quick: bool) -> Iterator[tuple]:
         yield from mesa_entries(dtype, shapes)
         yield from divergence_entries(dtype)
         yield from mean_entries(dtype, shapes)
+        yield from readout_entries(dtype, shapes)
 
 
 def split_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
@@ -314,6 +320,34 @@ def mean_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
         for name, constants in walks:
             fn = centring.centre_grads_kernel
             yield f"{name} {label}", fn, dtype, constants, floats, packed, (), centring.WALK, 1
+
+
+def readout_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
+    """The zeroth-order readout with all terms and a constant forgetting; and with a state and one of every token."""
+    import torch
+    from linearize_kernels import zeroth
+
+    row_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    tokens, heads, group, scales, taps = 128, 6, 3, 3, 4
+    wide, weights = torch.zeros(1, tokens, heads * scales), torch.zeros(heads, scales)
+    per_head, taps = weights[:, 0].contiguous(), torch.zeros(taps, heads)
+    for V in sorted({V for _, V in shapes}):
+        v, rows = (torch.zeros(1, tokens, n, V, dtype=row_type) for n in (heads // group, heads))
+        means, opening = torch.zeros(1, heads * scales, V), v[:, 0].contiguous()
+        for name, forget, state in (
+            ("", wide[0, 0].clone(), (None,) * 3),
+            (" with a state", wide, (means, v[:, : len(taps) - 1], opening)),
+        ):
+            terms = v, wide, forget, wide, weights, taps, per_head, rows, per_head
+            entering = torch.zeros(2, heads, scales, V), torch.zeros(2, heads, scales)
+            found = all_recorded(functools.partial(zeroth.forward, *terms, *state, None))
+            found += all_recorded(
+                functools.partial(zeroth.backward, *terms, *state[1:], None, *entering, rows, state[0])
+            )
+            for fn, launch in found:
+                kernel = fn.__name__.removesuffix("_kernel").replace("_", " ")
+                kernel = f"{'reverse ' * launch.options.get('REVERSE', False)}{kernel}"
+                yield f"zeroth {kernel}{name} {dtype} V={V}", fn, dtype, launch
 
 
 def step_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import CHUNK, LOG2E, Chunks, accumulator, dot, launch_warps, locate_chunk, locate_sequence, precision, rows
+from .common import CHUNK, LOG2E, Chunks, accumulator, dot, locate_chunk, locate_sequence, rows
 from .common import strides as strides_of
 from .lognorm import NONE, follow
 
@@ -307,6 +307,8 @@ def readout_kernel(
     kind = base.dtype.element_ty
     if SINK:
         top = top_row(v, opening, sequence, kv_head, kv_heads, age, v_token, column, V, OPENING).to(ACC)
+    if M > 0:
+        values = tl.load(v + row[None, :] * v_token + column[:, None], mask=tile, other=0.0)
     for g in range(0, group):
         head = kv_head * group + g
         local = tl.zeros([BV, C], dtype=ACC)
@@ -335,7 +337,6 @@ def readout_kernel(
                     tl.load(line + 2 * C),
                 )  # fmt: skip
                 read += mean[:, None] * (rho * kept)[None, :]
-            values = tl.load(v + row[None, :] * v_token + column[:, None], mask=tile, other=0.0)
             read += dot(values, weights.to(values.dtype), PRECISION, ACC)
             local += read
         at = (batch * T + first) * H + head
@@ -467,8 +468,10 @@ def value_grads_kernel(
 CARRY = (32, 32, 4)
 # V rounded up to a power of two -> warps of what has no product, of the readout, and of the gradients of weights and
 # of values. Readout and gradients of values take V in tiles of at most 128.
-WARPS = {16: (4, 2, 2, 2), 32: (4, 2, 2, 2), 64: (4, 4, 4, 4), 128: (4, 8, 4, 4), 256: (8, 8, 8, 4)}
+WARPS = {16: (4, 2, 2, 2), 32: (4, 2, 2, 2), 64: (4, 4, 4, 4), 128: (4, 8, 4, 4), 256: (8, 8, 8, 8)}
 TILE = 128
+# Of float32: its products are small, and three tf32 terms in two warps would not fit their registers.
+PRECISE = "ieee"
 
 
 def _width(dim: int) -> int:
@@ -476,9 +479,9 @@ def _width(dim: int) -> int:
 
 
 def _warps(v: Tensor, warps: int | None) -> list[int]:
-    """Warps of the launches of WARPS; those with products may be replaced."""
+    """Warps of the launches of WARPS; those with products may be replaced, and float32 gets more registers."""
     simple, *products = WARPS[_width(v.shape[-1])]
-    return [simple, *(launch_warps(v.dtype, warps or default) for default in products)]
+    return [simple, *(warps or (8 if v.dtype == torch.float32 else default) for default in products)]
 
 
 def _widths(v: Tensor, scales: Tensor) -> dict:
@@ -550,7 +553,7 @@ def forward(
         None if tail is None else tail.contiguous(), None if opening is None else opening.contiguous(), base,
         *tables, *size, *strides_of(v), *((0, 0, 0) if add_to is None else strides_of(add_to)),
         J=0 if taps is None else taps.shape[0], SINK=sink is not None, OPENING=opening is not None,
-        TAIL=tail is not None, ADD=add_to is not None, SCALED=add_scale is not None, PRECISION=precision(v.dtype),
+        TAIL=tail is not None, ADD=add_to is not None, SCALED=add_scale is not None, PRECISION=PRECISE,
         num_warps=product, **shared | {"BV": tile},
     )  # fmt: skip
     return base, final.flatten(1, 2), entering, totals
@@ -601,14 +604,14 @@ def backward(
         weight_grads_kernel[(chunks.count * heads,)](
             v, d_base, lines, reads, scales, entering, leaving, d_logs, d_weights, *tables, *sizes,
             batch * tokens * heads * count, *strides_of(v), *strides_of(d_base),
-            CONSTANT=constant, PRECISION=precision(v.dtype), num_warps=of_weights, **shared,
+            CONSTANT=constant, PRECISION=PRECISE, num_warps=of_weights, **shared,
         )  # fmt: skip
     dv = v.new_empty(batch, tokens, kv_heads, dim)
     d_opening = entering.new_zeros(opening.shape if opening is not None else 0)
     tile = min(TILE, widths["BV"])
     value_grads_kernel[(chunks.count * kv_heads * triton.cdiv(dim, tile),)](
         d_base, lines, scales, taps, sink, leaving, ahead, dv, d_opening, *tables, *sizes, *strides_of(d_base),
-        PRECISION=precision(v.dtype), num_warps=of_values, **flags, **shared | {"BV": tile},
+        PRECISION=PRECISE, num_warps=of_values, **flags, **shared | {"BV": tile},
     )  # fmt: skip
     return dv, d_logs, d_weights.sum(0), d_add, ahead[:, :, :count].flatten(1, 2), d_opening
 
