@@ -117,7 +117,15 @@ def measure(
 
 
 def measure_readout(dim: int, dtype: torch.dtype, device, warps: int | None) -> dict[str, float]:
-    """As `measure`, for the zeroth-order readout: two heads that share values, two time scales, all terms."""
+    """As `measure`, for the zeroth-order readout: two heads that share values, two time scales, all terms.
+
+    With a forgetting of every token and with one number per time scale, for which other launches are compiled.
+    """
+    cases = {name: _readout_errors(dim, dtype, device, warps, name == " constant") for name in ("", " constant")}
+    return {f"{key}{name}": error for name, errors in cases.items() for key, error in errors.items()}
+
+
+def _readout_errors(dim: int, dtype: torch.dtype, device, warps: int | None, constant: bool) -> dict[str, float]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     make = torch.Generator().manual_seed(11)
@@ -129,7 +137,9 @@ def measure_readout(dim: int, dtype: torch.dtype, device, warps: int | None) -> 
     write[:, ::7] = -torch.inf
     forget = -torch.nn.functional.softplus(normal(1, 200, 4)) * torch.tensor([0.02, 3.0, 0.1, 1.0])
     initial, start = normal(1, 4, dim), normal(1, 4)
-    norm = reference.chunk_log_norm(write, forget, start)
+    if constant:
+        forget = forget[0, 0].clone()
+    norm = reference.chunk_log_norm(write, forget.expand_as(write), start)
     rest = [x.to(device) for x in (write, forget, norm, weights, normal(3, 2), normal(2))]
     given = [normal(1, 200, 2, dim).to(device, dtype), normal(2).to(device), initial.to(device)]
     inputs = [v, *rest, *given]
@@ -144,8 +154,8 @@ def measure_readout(dim: int, dtype: torch.dtype, device, warps: int | None) -> 
         dv, d_logs, d_weights, d_add, first, _ = zeroth.backward(
             *inputs[:9], None, None, None, *kept, do, d_final, warps
         )
-        d_scales, d_taps, d_sink, d_add_scale, _ = d_weights.split([2, 3, 1, 1, 2], 1)
-        logs = [d_logs[i].mT for i in (0, 2, 1)]
+        d_scales, d_taps, d_sink, d_add_scale, d_forget = d_weights.split([2, 3, 1, 1, 2], 1)
+        logs = d_logs[0].mT, d_forget.flatten() if constant else d_logs[2].mT, d_logs[1].mT
         runs.append([o, final, dv, *logs, d_scales, d_taps.T, d_sink[:, 0], d_add, d_add_scale[:, 0], first])
     names = "o", "final", "dv", "dwrite", "dforget", "dnorm", "dscales", "dtaps", "dsink", "dk add", "dadd", "dstate"
     errors = {}
