@@ -182,6 +182,17 @@ if not INSIDE:
         with pytest.raises(ValueError):
             readout(*given, torch.zeros(1, 5, 4), x.pop("scales"), **x)
 
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    @pytest.mark.parametrize("dim,dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (96, torch.float16)])
+    def test_kernels_on_a_gpu(dim, dtype):
+        from linearize_kernels import selfcheck
+
+        outputs, rows, scalars = TOLERANCE[str(dtype).removeprefix("torch.")]
+        limits = {"o": outputs, "final": outputs, "dv": rows, "dk": rows, "dstate": rows}
+        errors = selfcheck.measure_readout(dim, dtype, torch.device("cuda"), None)
+        assert not {name: e for name, e in errors.items() if not e <= limits.get(name.split()[0], scalars)}
+
     def test_kernels_in_the_interpreter():
         pytest.importorskip("triton")
         environment = {**os.environ, "TRITON_INTERPRET": "1", "LINEARIZE_KERNELS": "triton"}
@@ -248,6 +259,13 @@ else:
         )
         assert_close("o", torch.cat([left, right], 1), whole, 1e-12)
         assert_close("final means", final, last, 1e-12)
+
+    def test_the_first_use_check():
+        from linearize_kernels import selfcheck
+
+        errors = selfcheck.measure_readout(16, torch.float32, torch.device("cpu"), None)
+        assert selfcheck.passes(errors, torch.float32), errors
+        assert not selfcheck.passes({**errors, "dforget constant": 1e-3}, torch.float32)
 
     def test_the_operator_is_registered_soundly():
         from linearize_kernels.ops import readout_fwd
