@@ -466,9 +466,16 @@ def value_grads_kernel(
 
 # Chunks and columns of one step of the scan over chunks, and its warps.
 CARRY = (32, 32, 4)
-# V rounded up to a power of two -> warps of what has no product, of the readout, and of the gradients of weights and
-# of values. Readout and gradients of values take V in tiles of at most 128.
-WARPS = {16: (4, 2, 2, 2), 32: (4, 2, 2, 2), 64: (4, 4, 4, 4), 128: (4, 8, 4, 4), 256: (8, 8, 8, 8)}
+# V, or V rounded up to a power of two -> warps of what has no product, of the readout, and of the gradients of weights
+# and of values. Readout and gradients of values take V in tiles of at most 128.
+WARPS = {
+    16: (4, 2, 4, 2),
+    32: (4, 2, 4, 2),
+    64: (4, 4, 4, 4),
+    96: (4, 8, 4, 8),
+    128: (4, 8, 4, 4),
+    256: (8, 8, 8, 8),
+}
 TILE = 128
 # Of float32: its products are small, and three tf32 terms in two warps would not fit their registers.
 PRECISE = "ieee"
@@ -480,7 +487,7 @@ def _width(dim: int) -> int:
 
 def _warps(v: Tensor, warps: int | None) -> list[int]:
     """Warps of the launches of WARPS; those with products may be replaced, and float32 gets more registers."""
-    simple, *products = WARPS[_width(v.shape[-1])]
+    simple, *products = WARPS.get(v.shape[-1], WARPS[_width(v.shape[-1])])
     return [simple, *(warps or (8 if v.dtype == torch.float32 else default) for default in products)]
 
 
