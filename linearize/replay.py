@@ -26,6 +26,8 @@ class Replay:
 
     def __init__(self, run: Callable[..., Any], *, enabled: bool = True):
         self.run, self.enabled = run, enabled and torch.cuda.is_available()
+        # Plain runs on the stream of the capture: compiled code may belong to the stream that it first ran on.
+        self.stream = torch.cuda.Stream() if self.enabled else None
         self.forget()
 
     def forget(self) -> None:
@@ -62,18 +64,17 @@ class Replay:
         return result
 
     def _aside(self, args: tuple) -> Any:
-        """Run on another stream, as what is captured later has to be warmed up."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """Run on the stream of the capture, as what is captured has to be warmed up."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             result = self.run(*args)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         return result
 
     def _capture(self, leaves: list, layout) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Any]:
         fixed = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             result = self.run(*tree_unflatten(fixed, layout))
         return graph, [x for x in fixed if isinstance(x, Tensor)], result
