@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import multiprocessing
-import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -121,7 +120,7 @@ def correctness(case: dict) -> dict:
 
 
 def operator_inputs(case: dict) -> dict:
-    """Tensors by name for `centred`, `covariance` and `mesa` cases."""
+    """Tensors by name for `centred`, `covariance`, `mesa` and `readout` cases."""
     dtype, (K, V), tokens, heads = DTYPES[case["dtype"]], case["dims"], case["tokens"], case["heads"]
     groups, batch = case.get("groups", (1, 1, 1)), case.get("batch", 1)
     count = len(case["bounds"]) - 1 if case.get("bounds") else batch
@@ -133,6 +132,14 @@ def operator_inputs(case: dict) -> dict:
     q, k, v = (normal(batch, tokens, heads // g, d) for g, d in zip(groups, (K, K, V), strict=True))
     gate = [normal(batch, tokens, heads) for _ in range(4)]
     decay = -torch.nn.functional.softplus(gate[1] - 2) * (20 if case.get("gates") == "strong" else 1)
+    if case["op"] == "readout":
+        scales, slow = 3, (batch, tokens, 3 * heads)
+        write = 2 * normal(*slow)
+        write[torch.rand(slow, generator=make, device=DEVICE) < 0.1] = -torch.inf
+        x = {"v": (v + case.get("shift", 1.0)).to(dtype), "log_write": write, "log_forget": -normal(3 * heads).exp()}
+        x |= {"scales": normal(heads, scales), "taps": normal(4, heads), "sink": normal(heads)}
+        x |= {"add_scale": normal(heads), "add_to": normal(*gate[0].shape, V).to(dtype)}
+        return x | {"mean": normal(count, scales * heads, V), "log_z": normal(count, scales * heads)}
     x = {"q": q.to(dtype), "k": ((k + case.get("shift", 1.0)) / math.sqrt(K)).to(dtype), "v": v.to(dtype)}
     if case["op"] == "mesa":
         x |= {"log_decay": 0.1 * decay, "gain": torch.rand(gate[0].shape, generator=make, device=DEVICE)}
@@ -157,6 +164,12 @@ def run_operator(op: str, x: dict, cu) -> tuple:
     """(o, states...) through the public API."""
     import linearize_kernels as ops
 
+    if op == "readout":
+        write, forget, names = x["log_write"], x["log_forget"], ("scales", "taps", "sink", "add_scale", "add_to")
+        norm = ops.log_norm(write, forget.expand_as(write), initial_log_z=x["log_z"], cu_seqlens=cu)
+        scales, taps, sink, add_scale, add_to = (x[n] for n in names)
+        extra = {"taps": taps, "sink": sink, "add_scale": add_scale, "add_to": add_to, "initial_mean": x["mean"]}
+        return ops.readout(x["v"], write, forget, norm, scales, cu_seqlens=cu, **extra)
     shared = {"output_final_state": True, "cu_seqlens": cu, "add_to": x["add_to"]}
     if op == "mesa":
         exact = x["q"].dtype == torch.float64
@@ -176,7 +189,7 @@ def run_operator(op: str, x: dict, cu) -> tuple:
 
 
 def operator_case(case: dict) -> dict:
-    """Errors of a centred mixer or of MesaNet, outputs, states and all gradients, as `correctness`."""
+    """Errors of a centred mixer, of MesaNet or of the readout, outputs, states and all gradients, as `correctness`."""
     from tolerances import TOLERANCE, error
 
     x = operator_inputs(case)
@@ -186,7 +199,7 @@ def operator_case(case: dict) -> dict:
         leaves = {n: (t.double() if exact else t).detach().requires_grad_() for n, t in x.items()}
         outputs = run_operator(case["op"], leaves, cu)
         make = torch.Generator(DEVICE).manual_seed(1)
-        weights = [torch.randn(t.shape, generator=make, device=DEVICE).to(x["q"].dtype) for t in outputs]
+        weights = [torch.randn(t.shape, generator=make, device=DEVICE).to(DTYPES[case["dtype"]]) for t in outputs]
         if case["op"] == "mesa":
             weights[2] = weights[2] + weights[2].mT
         total = sum((t.double() * w.double()).sum() for t, w in zip(outputs, weights, strict=True))
@@ -197,7 +210,7 @@ def operator_case(case: dict) -> dict:
     names = ["o", *(f"state {i}" for i in range(len(sides[0]) - 1 - len(x))), *(f"d {n}" for n in x)]
     errors = {name: error(a, b) for name, a, b in zip(names, *sides, strict=True)}
     outputs, rows, scalars = TOLERANCE[LIMIT_NAMES[case["dtype"]]]
-    wide = ("d log", "d gain", "d ridge", "d read")
+    wide = ("d log", "d gain", "d ridge", "d read", "d scales", "d taps", "d sink", "d add_scale")
     limits = {n: scalars if n.startswith(wide) else rows if n.startswith("d ") else outputs for n in names}
     failed = [n for n, e in errors.items() if not e <= limits[n]]
     return {**case, "errors": {n: float(f"{e:.2e}") for n, e in errors.items()}, "failed": failed}
@@ -242,13 +255,13 @@ def statistics_case(case: dict) -> dict:
 def operator_cases(quick: bool) -> list[dict]:
     """Centred mixers and MesaNet."""
     grid = []
-    for op in ("centred", "mesa", "covariance"):
+    for op in ("centred", "mesa", "covariance", "readout"):
         for dims in ((128, 128), (64, 64)):
             grid.append({"op": op, "dtype": "bf16", "dims": dims, "tokens": 500, "heads": 4, "groups": (1, 2, 2)})
     if quick:
         return grid
     packed = [0, 1, 100, 100, 300, 1200]
-    for op in ("centred", "mesa", "covariance"):
+    for op in ("centred", "mesa", "covariance", "readout"):
         for dtype in ("bf16", "fp16", "fp32"):
             base = {"op": op, "dtype": dtype, "dims": (128, 128), "heads": 2}
             grid.append({**base, "tokens": 1200, "bounds": packed})
