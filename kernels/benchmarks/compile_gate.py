@@ -143,7 +143,7 @@ def entries(quick: bool) -> Iterator[tuple]:
                 yield f"prep {label}", fn, dtype, launch
                 for mode in ("out", "store"):
                     out = mode == "out"
-                    tile, warps, stages = (scan.SCAN if out else scan.STORE)[BK]
+                    tile, warps, stages = (scan.SCAN_ADD if out else scan.STORE)[BK]
                     BV = min(tile, triton.next_power_of_2(V))
                     constants = {**shared, "K": K, "V": V, "BK": BK, "BV": BV, "ADD": out, "INITIAL": True}
                     constants |= {"OUT": out, "STORE": not out, "FINAL": out}
@@ -178,8 +178,9 @@ def entries(quick: bool) -> Iterator[tuple]:
 
 
 def split_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
-    """What sequences cut into pieces launch, packed or not: tables, scans of pieces, the chain over their borders."""
+    """Scans as they are launched, of few sequences and heads or many, whole or cut, and what pieces need besides."""
     import torch
+    import triton
     from linearize_kernels import scan, split
     from linearize_kernels.common import Chunks
 
@@ -196,19 +197,39 @@ def split_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
         v, do = (torch.zeros(1, tokens, heads // g, V, dtype=row_type) for g in (2, 1))
         state, maps = torch.zeros(pieces.count, heads, K, V), torch.zeros(pieces.count, heads, K, K)
         rest = scalars, N, N, pieces.chunked(), 1.0, state
+        whole = scalars, N, N, chunks, 1.0, None
         alone = {"final": True, "read": False}
         calls = {
-            "scan": functools.partial(scan.scan, q, k, v, *rest),
-            "scan alone": functools.partial(scan.scan, q, k, v, *rest, **alone),
-            "scan store": functools.partial(scan.scan, q, k, v, *rest, recompute=True),
-            "reverse": functools.partial(scan.reverse_scan, q, k, do, *rest, d_initial=False),
-            "reverse alone": functools.partial(scan.reverse_scan, q, k, do, *rest, d_initial=True, store=False),
-            "borders": functools.partial(split.fill_borders, state, state, maps, scalars, pieces, reverse=False),
-            "borders reverse": functools.partial(split.fill_borders, state, state, maps, scalars, pieces, reverse=True),
+            "cut scan": functools.partial(scan.scan, q, k, v, *rest),
+            "cut scan alone": functools.partial(scan.scan, q, k, v, *rest, **alone),
+            "cut scan store": functools.partial(scan.scan, q, k, v, *rest, recompute=True),
+            "cut reverse": functools.partial(scan.reverse_scan, q, k, do, *rest, d_initial=False),
+            "cut reverse alone": functools.partial(scan.reverse_scan, q, k, do, *rest, d_initial=True, store=False),
+            "whole scan": functools.partial(scan.scan, q, k, v, *whole),
+            "whole scan add": functools.partial(scan.scan, q, k, v, *whole, add_to=do),
+            "whole scan store": functools.partial(scan.scan, q, k, v, *whole, recompute=True),
+            "whole reverse": functools.partial(scan.reverse_scan, q, k, do, *whole, d_initial=False),
+            "cut borders": functools.partial(split.fill_borders, state, state, maps, scalars, pieces, reverse=False),
+            "cut borders reverse": functools.partial(
+                split.fill_borders, state, state, maps, scalars, pieces, reverse=True
+            ),
         }
+        narrow = max(32, triton.next_power_of_2(K)) in scan.NARROW
         for name, call in calls.items():
-            fn, launch = recorded(call)
-            yield f"cut {name} {dtype} K={K} V={V}", fn, dtype, launch
+            for few in (False, True) if narrow and "borders" not in name else (False,):
+                fn, launch = launched(call, few)
+                yield f"{'narrow ' * few}{name} {dtype} K={K} V={V}", fn, dtype, launch
+
+
+def launched(call: Callable[[], object], few: bool) -> tuple:
+    """`recorded`, of a scan of few sequences and heads or of many."""
+    from linearize_kernels import scan
+
+    before, scan.AT_ONCE = scan.AT_ONCE, sys.maxsize if few else 0
+    try:
+        return recorded(call)
+    finally:
+        scan.AT_ONCE = before
 
 
 def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:

@@ -119,7 +119,7 @@ def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_fin
         from .split import piece_length
 
         _check_kernel_dims(k.shape[-1])
-        length = piece_length(sequences, batch * tokens, heads)
+        length = piece_length(sequences, batch * tokens, heads, k.shape[-1], v.shape[-1])
         o, final, *_ = delta_fwd(
             q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, output_final_state, length
         )

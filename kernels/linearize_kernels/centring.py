@@ -407,7 +407,7 @@ def backward(
     tables = chunks.table, chunks.cu_seqlens
     size = tokens, chunks.per_row, heads
     local = torch.empty_like(entering)
-    slopes_kernel[(chunks.count * heads,)](
+    slopes_kernel[(chunks.count * heads * (1 if k is None else 2),)](
         d_keys, keys, d_lengths, d_values, d_means, weights, shares, skips, local, *tables, *size,
         num_warps=SUMS, **constants,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import decode, delta, reference, ridge, zeroth
+from . import decode, delta, reference, ridge, scan, zeroth
 from .common import CHUNK
 from .conjugate import recurrent_mesa
 
@@ -59,6 +59,12 @@ def _environment() -> str:
     return " | ".join(str(part) for part in parts)
 
 
+def _enter(device: torch.device) -> None:
+    """Make `device` the one this thread launches on; a CUDA device without an index is the current one already."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def problem(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device) -> list[Tensor | None]:
     """q, k, v, log_decay, beta, gain, initial state: 200 tokens, two heads in one group, one of them decaying fast."""
     make = torch.Generator().manual_seed(7)
@@ -79,12 +85,13 @@ def problem(key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, devic
 def measure(
     key_dim: int, value_dim: int, dtype: torch.dtype, erase: bool, device, warps: int | None, length: int = 0
 ) -> dict[str, float]:
-    """RMS-relative error of every output and gradient; inf where two runs differ or anything is not finite.
+    """Largest RMS-relative error of every output and gradient over all launches that the tables have for these dims.
+
+    It is inf where two runs, or equal sequences of one run, differ or anything is not finite.
 
     length: tokens of the pieces into which the sequence is cut; 0 for none.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    _enter(device)
     inputs = problem(key_dim, value_dim, dtype, erase, device)
     exact = [None if x is None else x.double().requires_grad_() for x in inputs]
     q, k, v, log_decay, beta, gain, state = exact
@@ -96,24 +103,40 @@ def measure(
     wanted = [x for x in exact if x is not None]
     slopes = iter(torch.autograd.grad([o, final], wanted, [do.double(), d_final.double()]))
     want = [o.detach(), final.detach(), *(None if x is None else next(slopes) for x in exact)]
-    runs = []
-    for _ in range(2):
-        q, k, v, log_decay, beta, gain, state = inputs
-        o, final, scalars, N, A, *borders = delta.forward(
-            q, k, v, log_decay, beta, gain, state, None, None, 0.5, True, warps, length
-        )
-        dq, dk, dv, gates, d_state = delta.backward(
-            q, k, v, scalars, N, A, state, None, do, d_final, 0.5, True, erase, warps, length, *borders
-        )
-        runs.append([o, final, dq, dk, dv, gates[0], gates[1] if erase else None, gates[2], d_state])
     names = "o", "final", "dq", "dk", "dv", "dlog_decay", "dbeta", "dgain", "dstate"
     errors = {}
-    for name, first, second, true in zip(names, *runs, want, strict=True):
-        if true is None:
-            continue
-        error = ((first.double() - true).square().mean() / true.square().mean()).sqrt()
-        errors[name] = float(error) if torch.equal(first, second) and torch.isfinite(error) else float("inf")
+    for copies in _copies(key_dim, value_dim):
+        runs = []
+        for _ in range(2):
+            q, k, v, log_decay, beta, gain, state, d_o, d_last = (
+                None if x is None else x.expand(copies, *x.shape[1:]) for x in (*inputs, do, d_final)
+            )
+            o, final, scalars, N, A, *borders = delta.forward(
+                q, k, v, log_decay, beta, gain, state, None, None, 0.5, True, warps, length
+            )
+            dq, dk, dv, gates, d_state = delta.backward(
+                q, k, v, scalars, N, A, state, None, d_o, d_last, 0.5, True, erase, warps, length, *borders
+            )
+            runs.append([o, final, dq, dk, dv, gates[0], gates[1] if erase else None, gates[2], d_state])
+        # Once more with a term to add, which is a launch of its own.
+        added, *_ = delta.forward(q, k, v, log_decay, beta, gain, state, None, d_o, 0.5, False, warps, length)
+        results = [*zip(names, *runs, want, strict=True), ("o", added, added, want[0] + do)]
+        for name, first, second, true in results:
+            if true is None:
+                continue
+            error = ((first[:1].double() - true).square().mean() / true.square().mean()).sqrt()
+            same = torch.equal(first, second) and torch.equal(first, first[:1].expand_as(first))
+            error = float(error) if same and torch.isfinite(error) else float("inf")
+            errors[name] = max(errors.get(name, 0.0), error)
     return errors
+
+
+def _copies(key_dim: int, value_dim: int) -> list[int]:
+    """How many equal sequences of two heads it takes to get each launch of the scans: few and many have others."""
+    tables = scan.SCAN, scan.SCAN_ADD, scan.STORE, scan.REVERSE
+    many = scan.AT_ONCE // 2 + 1
+    few, wide = ([scan.programs(table, key_dim, value_dim, 2 * n)[1] for table in tables] for n in (1, many))
+    return [1] if few == wide else [1, many]
 
 
 def measure_readout(dim: int, dtype: torch.dtype, device, warps: int | None) -> dict[str, float]:
@@ -126,8 +149,7 @@ def measure_readout(dim: int, dtype: torch.dtype, device, warps: int | None) -> 
 
 
 def _readout_errors(dim: int, dtype: torch.dtype, device, warps: int | None, constant: bool) -> dict[str, float]:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    _enter(device)
     make = torch.Generator().manual_seed(11)
 
     def normal(*shape: int) -> Tensor:
@@ -167,8 +189,7 @@ def _readout_errors(dim: int, dtype: torch.dtype, device, warps: int | None, con
 
 def measure_mesa(key_dim: int, value_dim: int, dtype: torch.dtype, device, warps: int | None) -> dict[str, float]:
     """As `measure`, for MesaNet: outputs, states and all gradients against direct solves."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    _enter(device)
     q, k, v, log_decay, _, gain, Hkv = problem(key_dim, value_dim, dtype, True, device)
     log_decay = 0.1 * log_decay
     make = torch.Generator().manual_seed(10)
@@ -287,8 +308,7 @@ def measure_step(
     """As `measure`, for a decode step: outputs and states, into new tensors twice and in place."""
     from .api import torch_centred_step
 
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    _enter(device)
     q, k, v, log_decay, beta, gain, memory = problem(key_dim, value_dim, dtype, True, device)
     q, k, v, log_decay, beta, gain = (x[:, :tokens].contiguous() for x in (q, k, v, log_decay, beta, gain))
     make = torch.Generator().manual_seed(12)

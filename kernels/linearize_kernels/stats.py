@@ -68,12 +68,10 @@ def shares_kernel(
 
 
 @triton.jit
-def weighted_rows(x, weights, row, real, token, D: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr):
-    """sum_s weights_s x_s."""
+def load_rows(x, row, real, token, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of a chunk, [C,BD]."""
     column = tl.arange(0, BD)
-    mask = real[:, None] & (column < D)[None, :]
-    rows = tl.load(x + row[:, None] * token + column[None, :], mask=mask, other=0.0).to(ACC)
-    return tl.sum(weights[:, None] * rows, axis=0)
+    return tl.load(x + row[:, None] * token + column[None, :], mask=real[:, None] & (column < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "k_group", "v_group"])
@@ -92,19 +90,32 @@ def sums_kernel(
     first = tl.cast(first, tl.int64)
     row = tl.arange(0, C)
     real = row < count
+    # All loads come before anything that waits for one.
+    if K > 0:
+        k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
+        keys = load_rows(k, row, real, k_token, K, BK)
+    v += batch * v_batch + first * v_token + tl.cast(head // v_group, tl.int64) * v_head
+    values = load_rows(v, row, real, v_token, V, BV)
     shares += (batch * H + head) * T + first
+    own = tl.load(shares + row, mask=real, other=0.0)
     following = tl.load(shares + row + 1, mask=row + 1 < count, other=0.0)
-    p = tl.load(shares + row, mask=real, other=0.0) * tl.cumprod(1.0 - following, axis=0, reverse=True)
+    p = own * tl.cumprod(1.0 - following, axis=0, reverse=True)
     place = tl.cast(line, tl.int64)
     tl.store(totals + place, tl.sum(p, axis=0))
     sums += place * (K + V)
     if K > 0:
-        k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
-        gained = weighted_rows(k, p, row, real, k_token, K, BK, ACC)
+        gained = tl.sum(p[:, None] * keys.to(ACC), axis=0)
         tl.store(sums + tl.arange(0, BK), gained, mask=tl.arange(0, BK) < K)
-    v += batch * v_batch + first * v_token + tl.cast(head // v_group, tl.int64) * v_head
-    values = weighted_rows(v, p, row, real, v_token, V, BV, ACC)
-    tl.store(sums + K + tl.arange(0, BV), values, mask=tl.arange(0, BV) < V)
+    gained = tl.sum(p[:, None] * values.to(ACC), axis=0)
+    tl.store(sums + K + tl.arange(0, BV), gained, mask=tl.arange(0, BV) < V)
+
+
+@triton.jit
+def reaching(shares, skip, row, real):
+    """(A_t, -A_t where rows are shown) of a chunk: those shown as zeros have no cotangent, nothing was seen before."""
+    earlier = tl.load(shares + row - 1, mask=real & (row > 0), other=0.0)
+    reach = tl.cumprod(1.0 - earlier, axis=0)
+    return reach, tl.where(row >= skip, -reach, 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H"])
@@ -114,38 +125,46 @@ def slopes_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LENGTHS: tl.constexpr,
     VALUES: tl.constexpr, MEANS: tl.constexpr, READ: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    line = tl.program_id(0)
-    chunk = line // H
-    head = line % H
+    PARTS: tl.constexpr = 1 + (K > 0)
+    head = tl.program_id(0) % H
+    part = tl.program_id(0) // H % PARTS
+    chunk = tl.program_id(0) // H // PARTS
     batch, first, count = locate_chunk(chunk, table, cu_seqlens, T, NT, C, VARLEN)
     if count == 0:
         return
     first = tl.cast(first, tl.int64)
     row = tl.arange(0, C)
     real = row < count
-    scalars = (batch * H + head) * T + first
-    place = tl.cast(line, tl.int64)
+    shares += (batch * H + head) * T + first
+    place = tl.cast(chunk, tl.int64) * H + head
     at = (batch * T + first) * H + head
-    earlier = tl.load(shares + scalars + row - 1, mask=real & (row > 0), other=0.0)
-    reach = tl.cumprod(1.0 - earlier, axis=0)
-    # Rows that are shown as zeros, because nothing was seen before them, have no cotangent.
-    shown = tl.where(row >= tl.load(skips + place), -reach, 0.0)
     local += place * (K + V)
-    if K > 0:
-        keyed = weighted_rows(d_keys + at * K, shown, row, real, H * K, K, BK, ACC)
+    # As in `sums_kernel`, all loads come first.
+    if part < PARTS - 1:
+        slopes = load_rows(d_keys + at * K, row, real, H * K, K, BK)
         if LENGTHS:
-            twice = 2.0 * tl.load(d_lengths + scalars + row, mask=real, other=0.0)
-            keyed += weighted_rows(keys + at * K, shown * twice, row, real, H * K, K, BK, ACC)
-        tl.store(local + tl.arange(0, BK), keyed, mask=tl.arange(0, BK) < K)
-    gained = tl.zeros([BV], dtype=ACC)
-    if VALUES:
-        gained += weighted_rows(d_values + at * V, shown, row, real, H * V, V, BV, ACC)
-    if MEANS:
-        kept = reach * (1.0 - tl.load(shares + scalars + row, mask=real, other=0.0))
+            gaps = load_rows(keys + at * K, row, real, H * K, K, BK)
+            twice = 2.0 * tl.load(d_lengths + (batch * H + head) * T + first + row, mask=real, other=0.0)
+        reach, shown = reaching(shares, tl.load(skips + place), row, real)
+        keyed = shown[:, None] * slopes.to(ACC)
+        if LENGTHS:
+            keyed += (shown * twice)[:, None] * gaps.to(ACC)
+        tl.store(local + tl.arange(0, BK), tl.sum(keyed, axis=0), mask=tl.arange(0, BK) < K)
+    else:
+        if VALUES:
+            slopes = load_rows(d_values + at * V, row, real, H * V, V, BV)
+        if MEANS:
+            read = load_rows(d_means + at * V, row, real, H * V, V, BV)
+        kept = 1.0 - tl.load(shares + row, mask=real, other=0.0)
         if READ:
             kept *= tl.load(weights + head).to(ACC)
-        gained += weighted_rows(d_means + at * V, kept, row, real, H * V, V, BV, ACC)
-    tl.store(local + K + tl.arange(0, BV), gained, mask=tl.arange(0, BV) < V)
+        reach, shown = reaching(shares, tl.load(skips + place), row, real)
+        gained = tl.zeros([C, BV], dtype=ACC)
+        if VALUES:
+            gained += shown[:, None] * slopes.to(ACC)
+        if MEANS:
+            gained += (reach * kept)[:, None] * read.to(ACC)
+        tl.store(local + K + tl.arange(0, BV), tl.sum(gained, axis=0), mask=tl.arange(0, BV) < V)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H"])

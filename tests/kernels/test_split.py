@@ -45,6 +45,50 @@ if not INSIDE:
         torch.testing.assert_close(maps.mT @ slope, got, rtol=1e-12, atol=1e-12)
         assert torch.linalg.matrix_norm(maps, 2).max() <= 1
 
+    @pytest.mark.parametrize(
+        "rows, tokens, dim, length",
+        [
+            ((1, 16), 32768, 128, 4096),
+            ((1, 8), 32768, 128, 2048),
+            ((1, 16), 65536, 64, 8192),
+            ((1, 8), 65536, 64, 4096),
+            ((1, 9), 32768, 64, 2368),
+            ((2, 8), 8192, 128, 1024),
+            ((1, 8), 8192, 128, 1024),
+            ((1, 16), 4096, 128, 1024),
+            ((1, 1), 4096, 64, 1024),
+            ((1, 16), 2048, 128, 0),
+            ((1, 16), 4095, 128, 0),
+            # Cut in two where the pieces run at once: with 128 dims a narrower tile of values does that by itself.
+            ((1, 32), 16384, 64, 8192),
+            ((2, 16), 16384, 64, 8192),
+            ((1, 32), 16384, 128, 0),
+            ((1, 33), 4100, 64, 2112),
+            ((1, 34), 16384, 64, 0),
+            ((1, 48), 65536, 128, 0),
+            ((8, 16), 4096, 128, 0),
+        ],
+    )
+    def test_the_rule(rows, tokens, dim, length):
+        pytest.importorskip("triton")
+        from linearize_kernels.split import piece_length
+
+        sequences, heads = rows
+        got = piece_length(sequences, sequences * tokens, heads, dim, dim)
+        assert got == length and got % 64 == 0
+
+    def test_narrow_tiles_where_all_programs_run_at_once():
+        pytest.importorskip("triton")
+        from linearize_kernels import scan, selfcheck
+
+        for lines, dim, tile, count in ((16, 128, 32, 64), (33, 128, 32, 132), (34, 128, 64, 68), (128, 128, 64, 256)):
+            assert scan.programs(scan.SCAN, dim, dim, lines) == (count, (tile, 4, 3))
+        assert scan.programs(scan.SCAN, 96, 40, 30) == (60, (32, 4, 3))
+        assert scan.programs(scan.REVERSE, 128, 16, 30) == (30, (16, 4, 3))
+        # Both are what the self-check runs.
+        assert [scan.programs(scan.STORE, 128, 128, 2 * n)[1][0] for n in selfcheck._copies(128, 128)] == [32, 64]
+        assert selfcheck._copies(64, 64) == [1]
+
 else:
     import interpreter  # noqa: F401
     from linearize_kernels import gated_delta, linear_attn, split
@@ -194,7 +238,11 @@ else:
         errors = selfcheck.measure(32, 32, torch.float32, True, torch.device("cpu"), None, 64)
         assert selfcheck.passes(errors, torch.float32)
 
-    def test_the_rule():
-        from linearize_kernels.split import piece_length as rule
+    def test_the_self_check_takes_few_and_many_sequences(monkeypatch):
+        from linearize_kernels import scan, selfcheck
 
-        assert rule(1, 32768, 16) % 64 == 0
+        monkeypatch.setattr(scan, "NARROW", {32: (16, 4, 1)})
+        monkeypatch.setattr(scan, "AT_ONCE", 4)
+        assert selfcheck._copies(32, 32) == [1, 3]
+        errors = selfcheck.measure(32, 32, torch.float32, False, torch.device("cpu"), None)
+        assert selfcheck.passes(errors, torch.float32)
