@@ -88,7 +88,13 @@ class MixerState(CacheLayerMixin, DummyLayer):
         return -1
 
     def _map(self, change) -> None:
-        self.tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
+        """Replace every tensor by its `change`, keeping matrices that lie transposed in memory like that."""
+
+        def changed(tensor: Tensor) -> Tensor:
+            turned = tensor.dim() == 4 and tensor.mT.is_contiguous() and not tensor.is_contiguous()
+            return change(tensor.mT).mT if turned else change(tensor)
+
+        self.tensors = {name: changed(tensor) for name, tensor in self.tensors.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))

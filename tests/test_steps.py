@@ -6,6 +6,7 @@ The kernels' steps themselves are checked in tests/kernels.
 import pytest
 import torch
 from test_mixers import CENTRED, EXACT, SHAPE, Batch, call, random_mixer, text
+from test_sampling import HostLooks
 from torch import Tensor
 
 from linearize.mixers import MIXERS, MesaNet
@@ -94,6 +95,47 @@ def test_a_step_leaves_the_state_that_others_may_hold(kind):
     with torch.no_grad():
         call(mixer, batch.map(lambda x: x[:, 40:41]), state=state, output_state=True)
     assert all(torch.equal(state[name], x) for name, x in kept.items())
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+def test_a_step_never_waits_for_the_device(kind):
+    mixer = random_mixer(kind)
+    batch, state = prefill(mixer)
+    with torch.no_grad(), HostLooks() as looks:
+        call(mixer, batch.map(lambda x: x[:, 40:41]), state=state, output_state=True)
+    assert not looks.seen
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+def test_the_memory_lies_as_steps_read_it(kind):
+    mixer = random_mixer(kind)
+    batch, state = prefill(mixer)
+    assert state["memory"].stride(2) == 1 or kind == "mesanet"
+    with torch.no_grad():
+        _, later = call(mixer, batch, state=state, output_state=True)
+    assert later["memory"].stride() == state["memory"].stride()
+    _, dense = prefill(mixer)
+    dense = {name: x.contiguous() for name, x in dense.items()}
+    few = batch.map(lambda x: x[:, 40:43])
+    with torch.no_grad():
+        steps = [call(mixer, few, state=old, output_state=True) for old in (state, dense)]
+    assert_alike(*steps, **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["mesanet", "k-cache"])
+def test_the_inverse_of_an_earlier_token_is_a_state(kind, monkeypatch):
+    """The torch form solves directly and hands it on; the kernels renew it in place."""
+    mixer = random_mixer(kind)
+    batch, state = prefill(mixer)
+    assert state["preconditioner"].shape == state["key_memory"].shape and not state["preconditioner"].any()
+    given, name = [], "centred_mesa_step" if kind == "mesanet" else "mesa_step"
+    step = getattr(mesanet_module, name)
+    monkeypatch.setattr(mesanet_module, name, lambda *a, **o: (given.append(o["preconditioner"]), step(*a, **o))[1])
+    with torch.no_grad():
+        for t in (40, 41):
+            token = batch.map(lambda x, t=t: x[:, t : t + 1])
+            _, state = call(mixer, token, state=state, output_state=True)
+    assert given[0] is given[1] is state["preconditioner"]
 
 
 @pytest.mark.parametrize("kind", STEPPING)

@@ -291,6 +291,19 @@ def test_state_layer():
     assert layer.states() is None and layer.get_seq_length() == 0
 
 
+def test_a_state_that_lies_transposed_stays_so():
+    matrix = torch.arange(24.0).view(2, 1, 3, 4).mT
+    layer = MixerState()
+    for change, want in (
+        (lambda: layer.reorder_cache(torch.tensor([1, 0, 1])), matrix[[1, 0, 1]]),
+        (lambda: layer.batch_repeat_interleave(2), matrix[[0, 0, 1, 1]]),
+        (lambda: layer.batch_select_indices(torch.tensor([1])), matrix[1:]),
+    ):
+        layer.advance(1, matrix=matrix)
+        change()
+        assert torch.equal(layer.states()["matrix"], want) and layer.states()["matrix"].mT.is_contiguous()
+
+
 def test_what_cannot_work_says_so(hybrid):
     ids = text(2, 6)
     with pytest.raises(ValueError, match="stateful"):

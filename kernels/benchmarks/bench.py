@@ -266,7 +266,7 @@ def problem(case: dict, device: str) -> tuple[Callable, list[Tensor], Tensor]:
             [q, k, v, write, decay, zero, zero.clone(), balance],
         ),
         "mesa step": (
-            lambda *x: ops.mesa_step(*x, state=(memory, identity[0]), preconditioner=identity[1], tol=1e-3),
+            lambda *x: ops.mesa_step(*x, state=(memory.mT, identity[0]), preconditioner=identity[1]),
             [q, k, v, decay, beta, ridge],
         ),
     }

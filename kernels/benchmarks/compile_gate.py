@@ -399,6 +399,8 @@ def step_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
             tail = f"{label}{'' if tokens == 1 else f' T={tokens}'}"
             plain = q, k, v, gate, gate, gate, 1.0, states[0], states[0], add_to
             yield entry(f"step {tail}", functools.partial(decode.step, *plain))
+            by_value = *plain[:7], memory, memory, add_to
+            yield entry(f"step by value {tail}", functools.partial(decode.step, *by_value))
             for name, exponent, balance, few, in_place in (
                 ("", gate, per_head, False, False),
                 ("alone ", gate, per_head, True, False),
@@ -414,6 +416,12 @@ def step_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
                     *((None,) * 3 if few else scales),
                 )  # fmt: skip
                 yield entry(f"step centred {name}{tail}", call)
+            old = [memory, *states[1:], *slow_states]
+            call = functools.partial(
+                decode.centred_step, q, k, v, gate, gate, gate, gate, per_head, per_head, add_to, 1.0, old,
+                [x.clone() for x in old], *scales,
+            )  # fmt: skip
+            yield entry(f"step centred by value {tail}", call)
             call = functools.partial(
                 decode.centre_step, k, v, gate, gate, gate, gate, per_head, add_to, [*states[1:], *slow_states],
                 [x.clone() for x in (*states[1:], *slow_states)], *scales,

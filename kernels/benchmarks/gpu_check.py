@@ -324,7 +324,7 @@ def delta_cases(quick: bool) -> list[dict]:
 
 
 def check_decode() -> dict:
-    """In-place steps against the float64 recurrence: worst error over token counts and dims."""
+    """Steps against the float64 recurrence, in place and not, in both layouts: worst error by dims and tokens."""
     from linearize_kernels import gated_delta_step, reference
     from tolerances import error
 
@@ -335,12 +335,15 @@ def check_decode() -> dict:
             exact = [x.double() for x in (q, k, v, log_decay, beta, gain)]
             want, last = reference.recurrent_gated_delta(*exact, 0.3, state.double(), None, add_to.double())
             rows = q, k, v, log_decay, beta
-            for name, in_place in ((" in place", True), ("", False)):
-                start = state.mT.contiguous().mT if in_place else state.clone()
+            for name, in_place, turned in (
+                (" in place", True, True), ("", False, True), (" by value", False, False),
+                (" by value in place", True, False),
+            ):  # fmt: skip
+                start = state.mT.contiguous().mT if turned else state.clone()
                 o, new = gated_delta_step(
                     *rows, gain=gain, scale=0.3, state=start, add_to=add_to, in_place=in_place
                 )  # fmt: skip
-                kept = in_place or torch.equal(start, state)
+                kept = (in_place or torch.equal(start, state)) and new.stride() == start.stride()
                 worst[f"{dims} T={width}{name}"] = max(error(o, want), error(new, last)) if kept else math.inf
     return worst
 
@@ -348,7 +351,7 @@ def check_decode() -> dict:
 def operator_step(op: str, dims: tuple[int, int], width: int) -> dict:
     """Worst error of one step of a centred mixer or MesaNet, in place, of its replay as a CUDA graph, and out of place.
 
-    Centred steps out of place have three time scales more, whose states are compared as well.
+    Centred steps out of place have three time scales more, whose states are compared as well, and the memory K dense.
     """
     import linearize_kernels as ops
     from tolerances import error
@@ -386,6 +389,7 @@ def operator_step(op: str, dims: tuple[int, int], width: int) -> dict:
     start = tuple(x[n].clone() for n in names)
     slow = {}
     if op != "mesa":
+        start = start[0].mT.contiguous().mT, *start[1:]
         make = torch.Generator(DEVICE).manual_seed(5)
         shapes = (3, width, 12), (3, width, 12), (4, 3), (3, 12, dims[1]), (3, 12)
         slow = [torch.randn(shape, generator=make, device=DEVICE) for shape in shapes]
@@ -539,7 +543,7 @@ def mesa_times(batch, tokens, heads, dim) -> dict:
     slope = torch.randn_like(v)
 
     def states():
-        return ridge.Prepared(k, v, log_decay, gain, weights, None, None, None, False, None)
+        return ridge.Prepared(k, v, log_decay, gain, weights, None, None, None, False, False, None)
 
     def forward(steps):
         with torch.no_grad():
@@ -625,12 +629,11 @@ def decode_times() -> list[dict]:
         for batch in (1, 8, 32, 64, 128, 256):
             q, k, v, log_decay, beta, _, state, _ = inputs(batch, 1, heads, (1, 1, 1), (dim, dim), torch.bfloat16)
             layers = max(2, min(128, 300 * 2**20 // (4 * state.numel())))
-            states = [torch.zeros_like(state) for _ in range(layers)]
+            states = [torch.zeros_like(state.mT).mT for _ in range(layers)]
             vector, norm = torch.zeros(batch, heads, dim, device=DEVICE), torch.zeros(batch, heads, device=DEVICE)
             gate, per_head = torch.zeros_like(beta), torch.ones(heads, device=DEVICE)
             slow_gate = torch.zeros(batch, 1, 3 * heads, device=DEVICE)
             slow = slow_gate, slow_gate, torch.ones(heads, 3, device=DEVICE), vector.repeat(1, 3, 1), slow_gate[:, 0]
-            square = torch.eye(dim, device=DEVICE).expand(batch, heads, dim, dim)
             ridge = torch.full((heads, dim), 0.5, device=DEVICE)
 
             def delta(s, a=(q, k, v, log_decay, beta)):
@@ -641,8 +644,8 @@ def decode_times() -> list[dict]:
                     *a, state=(s, *rest), read_mean=a[-1], time_scales=extra, in_place=False
                 )  # fmt: skip
 
-            def ridge_step(s, H, a=(q, k, v, 0.01 * log_decay, beta, ridge)):
-                return mesa_step(*a, state=(s, H))
+            def ridge_step(s, H, M=None, a=(q, k, v, 0.01 * log_decay, 0.01 * beta, ridge)):
+                return mesa_step(*a, state=(s, H), preconditioner=M)
 
             calls = {
                 "delta": [lambda s=s: delta(s) for s in states],
@@ -650,11 +653,14 @@ def decode_times() -> list[dict]:
                 "centred, 3 time scales": [lambda s=s, slow=slow: centred(s, slow) for s in states],
             }
             if batch == 32:
-                squares = [square.contiguous() for _ in states]
-                calls["mesa"] = [lambda s=s, H=H: ridge_step(s, H) for s, H in zip(states, squares, strict=True)]
+                few = [[torch.zeros_like(state) for _ in range(3)] for _ in range(max(2, layers // 3))]
+                for _, H, _ in few:
+                    H += torch.eye(dim, device=DEVICE)
+                calls["mesa"] = [lambda s=s, H=H, M=M: ridge_step(s, H, M) for s, H, M in few]
+                calls["mesa, solving directly"] = [lambda s=s, H=H: ridge_step(s, H) for s, H, _ in few]
             for name, steps in calls.items():
                 us = in_a_row(steps)
-                floor = batch * heads * 2 * 4 * dim * (dim + dim * (name == "mesa")) / BANDWIDTH * 1e6
+                floor = batch * heads * 2 * 4 * dim * (dim + dim * name.startswith("mesa")) / BANDWIDTH * 1e6
                 row = {"step": name, "batch": batch, "heads": heads, "us": round(us, 2)}
                 table.append(row | {"over floor": round(us / floor, 2)})
                 print(json.dumps(table[-1]), flush=True)

@@ -937,14 +937,18 @@ def centred_mesa_step(
     scale: float = 1.0,
     add_to: Tensor | None = None,
     time_scales: TimeScales | None = None,
+    preconditioner: Tensor | None = None,
+    max_iter: int = 16,
+    tol: float = 1e-4,
     in_place: bool = True,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`mesa` on centred keys and values for the next 1 to 8 tokens: two launches on a GPU, for one token.
 
-    The covariances of k and v and of k are those of `centred_linear_attn`; every token's system is solved directly.
+    The covariances of k and v and of k are those of `centred_linear_attn`.
 
     Args:
         state: (Hkv [B,H,K,V], Hkk [B,H,K,K], key mean, value mean, log Z). ridge: [H,K], as `mesa` has it.
+        preconditioner, max_iter, tol: as `mesa_step` has them.
 
     Returns:
         (o [B,T,H,V], states after the last token): those of `state` and, with time_scales, their means and log Z. The
@@ -976,8 +980,10 @@ def centred_mesa_step(
             log_write, log_forget, lZ, start, log_exponent, logit, None, None
         )  # fmt: skip
         base = _zeroth_order(v, vbar, read_mean, add_to, time_scales, slow, lZ.dtype)
+    cached = {"preconditioner": preconditioner, "max_iter": max_iter, "tol": tol}
     o, memories = mesa_step(
-        q, kd, vd, log_decay, gain, ridge, state=(memory, key_memory), scale=scale, add_to=base, in_place=in_place
+        q, kd, vd, log_decay, gain, ridge, state=(memory, key_memory), scale=scale, add_to=base, in_place=in_place,
+        **cached,
     )  # fmt: skip
     return o, (*memories, *new)
 

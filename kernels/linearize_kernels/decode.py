@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import accumulator, rows, softplus, strides
+from .common import INTERPRETED, accumulator, rows, softplus, strides
 from .ridge import sweep
+
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -29,6 +31,27 @@ def load_state(
 
 
 @triton.jit
+def fetch(at):
+    """Ask for the lines of memory at these addresses, into the L2 cache, without waiting for them."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def fetch_state(
+    place, value0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, S_KEY: tl.constexpr,
+    S_VALUE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """`fetch` of a tile of a state: the compiler puts its loads off until there are registers, after other waits."""
+    step: tl.constexpr = 128 // (ACC.primitive_bitwidth // 8)
+    if (K == BK) and (V % BV == 0) and (BK % step == 0) and (S_KEY == 1):
+        line = tl.arange(0, BV * BK // step)
+        fetch(place + (value0 + line // (BK // step)) * S_VALUE + line % (BK // step) * step)
+
+
+@triton.jit
 def store_state(
     place, S, value, key, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     S_KEY: tl.constexpr, S_VALUE: tl.constexpr,
@@ -40,13 +63,13 @@ def store_state(
         tl.store(at, S.to(place.dtype.element_ty), mask=(value < V)[:, None] & (key < K)[None, :])
 
 
-@triton.jit(do_not_specialize=["H", "q_group", "k_group", "v_group", "scale"])
+@triton.jit(do_not_specialize=["scale"])
 def decode_kernel(
-    q, k, v, log_decay, beta, gain, add_to, state, new_state, o,
-    H, q_group, k_group, v_group, scale,
+    q, k, v, log_decay, beta, gain, add_to, state, new_state, o, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     decay_batch, decay_token, decay_head, beta_batch, beta_token, beta_head, gain_batch, gain_token, gain_head,
     a_batch, a_token, a_head, s_batch, s_head,
+    H: tl.constexpr, Q_GROUP: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     S_KEY: tl.constexpr, S_VALUE: tl.constexpr, ERASE: tl.constexpr, DECAY: tl.constexpr, ADD: tl.constexpr,
     ACC: tl.constexpr,
@@ -61,33 +84,48 @@ def decode_kernel(
     in_value = value < V
     at = batch * s_batch + head * s_head
     S = load_state(state + at, value, key, K, V, BK, BV, S_KEY, S_VALUE).to(ACC)
-    q += batch * q_batch + tl.cast(head // q_group, tl.int64) * q_head
-    k += batch * k_batch + tl.cast(head // k_group, tl.int64) * k_head
-    v += batch * v_batch + tl.cast(head // v_group, tl.int64) * v_head
+    q += batch * q_batch + tl.cast(head // Q_GROUP, tl.int64) * q_head
+    k += batch * k_batch + tl.cast(head // K_GROUP, tl.int64) * k_head
+    v += batch * v_batch + tl.cast(head // V_GROUP, tl.int64) * v_head
     for t in range(T):
+        # Whatever a token needs is asked for before anything waits for a part of it.
         queries = tl.load(q + t * q_token + key, mask=in_key, other=0.0).to(ACC)
         keys = tl.load(k + t * k_token + key, mask=in_key, other=0.0).to(ACC)
         y = tl.load(v + t * v_token + value, mask=in_value, other=0.0).to(ACC)
-        y *= tl.load(gain + batch * gain_batch + t * gain_token + head * gain_head).to(ACC)
-        # Both reads are of the state as it came, so that neither waits for the other.
-        out = tl.sum(S * queries[None, :], axis=1)
-        kept = tl.cast(1.0, ACC)
+        write = tl.load(gain + batch * gain_batch + t * gain_token + head * gain_head).to(ACC)
         if DECAY:
             kept = tl.exp(tl.load(log_decay + batch * decay_batch + t * decay_token + head * decay_head).to(ACC))
+        else:
+            kept = tl.cast(1.0, ACC)
         if ERASE:
             erase = tl.load(beta + batch * beta_batch + t * beta_token + head * beta_head).to(ACC)
+        if ADD:
+            extra = add_to + batch * a_batch + t * a_token + head * a_head + value
+            extra = tl.load(extra, mask=in_value, other=0.0).to(ACC)
+        y *= write
+        # Both reads are of the state as it came, so that neither waits for the other.
+        out = tl.sum(S * queries[None, :], axis=1)
+        if ERASE:
             y -= (erase * kept) * tl.sum(S * keys[None, :], axis=1)
         out = scale * (kept * out + tl.sum(queries * keys, axis=0) * y)
         S = kept * S + y[:, None] * keys[None, :]
         if ADD:
-            extra = add_to + batch * a_batch + t * a_token + head * a_head + value
-            out += tl.load(extra, mask=in_value, other=0.0).to(ACC)
+            out += extra
         tl.store(o + ((batch * T + t) * H + head) * V + value, out.to(o.dtype.element_ty), mask=in_value)
     store_state(new_state + at, S, value, key, K, V, BK, BV, S_KEY, S_VALUE)
 
 
-# (K rounded up to a power of two) -> (tile of values, warps)
-DECODE = {32: (32, 1), 64: (32, 2), 128: (32, 4), 256: (16, 4)}
+# (K rounded up to a power of two) -> (tile of values, warps), where K is dense in memory and where V is. With K dense a
+# warp has a tile of 4 KB by itself: nothing is exchanged between warps, and many programs are under way.
+DECODE = {32: (32, 1), 64: (16, 1), 128: (8, 1), 256: (4, 1)}
+DECODE_BY_VALUE = {32: (32, 1), 64: (32, 2), 128: (32, 4), 256: (16, 4)}
+
+
+def launch_of(table: dict, key_dim: int, value_dim: int, warps: int | None) -> tuple[int, int, int]:
+    """(K rounded up, tile of values, warps)."""
+    padded = max(32, triton.next_power_of_2(key_dim))
+    tile, usual = table[padded]
+    return padded, min(tile, max(16, triton.next_power_of_2(value_dim))), warps or usual
 
 
 def step(
@@ -101,21 +139,20 @@ def step(
     q, k, v = rows(q), rows(k), rows(v)
     batch, tokens, heads = gain.shape
     key_dim, value_dim = k.shape[-1], v.shape[-1]
-    padded = max(32, triton.next_power_of_2(key_dim))
-    tile, usual = DECODE[padded]
-    tile = min(tile, max(16, triton.next_power_of_2(value_dim)))
+    table = DECODE if state.stride(2) == 1 else DECODE_BY_VALUE
+    padded, tile, warps = launch_of(table, key_dim, value_dim, warps)
     decay = gain if log_decay is None else log_decay
     erase = gain if beta is None else beta
     add_to = None if add_to is None else rows(add_to)
     o = torch.empty(batch, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     decode_kernel[(batch * heads * triton.cdiv(value_dim, tile),)](
-        q, k, v, decay, erase, gain, add_to, state, new_state, o,
-        heads, heads // q.shape[2], heads // k.shape[2], heads // v.shape[2], scale,
+        q, k, v, decay, erase, gain, add_to, state, new_state, o, scale,
         *strides(q), *strides(k), *strides(v), *strides(decay), *strides(erase), *strides(gain),
         *((0, 0, 0) if add_to is None else strides(add_to)), state.stride(0), state.stride(1),
+        H=heads, Q_GROUP=heads // q.shape[2], K_GROUP=heads // k.shape[2], V_GROUP=heads // v.shape[2],
         T=tokens, K=key_dim, V=value_dim, BK=padded, BV=tile, S_KEY=state.stride(2), S_VALUE=state.stride(3),
         ERASE=beta is not None, DECAY=log_decay is not None, ADD=add_to is not None, ACC=accumulator(q.dtype),
-        num_warps=warps or usual,
+        num_warps=warps,
     )  # fmt: skip
     return o
 
@@ -143,15 +180,15 @@ def next_norm(write, forget, before):
 COVARIANCE, GATED, SCHEDULED = (tl.constexpr(rule) for rule in range(3))
 
 
-@triton.jit(do_not_specialize=["H", "q_group", "k_group", "v_group", "scale"])
+@triton.jit(do_not_specialize=["scale"])
 def centred_step_kernel(
     q, k, v, log_write, log_forget, log_exponent, log_erase, balance, read_mean, add_to, scale_write, scale_forget,
     read_scales, state, key_mean, value_mean, log_z, scale_mean, scale_log_z,
-    new_state, new_key_mean, new_value_mean, new_log_z, new_scale_mean, new_scale_log_z, o,
-    H, q_group, k_group, v_group, scale,
+    new_state, new_key_mean, new_value_mean, new_log_z, new_scale_mean, new_scale_log_z, o, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     w_batch, w_token, w_head, f_batch, f_token, f_head, e_batch, e_token, e_head, r_batch, r_token, r_head,
     a_batch, a_token, a_head, s_batch, s_head, y_batch, y_token, y_head, z_batch, z_token, z_head,
+    H: tl.constexpr, Q_GROUP: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, S_KEY: tl.constexpr,
     S_VALUE: tl.constexpr, PARTS: tl.constexpr, SCALES: tl.constexpr, BM: tl.constexpr, RULE: tl.constexpr,
     MEAN: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr,
@@ -161,16 +198,22 @@ def centred_step_kernel(
     span: tl.constexpr = ((V + BV - 1) // BV + PARTS - 1) // PARTS * BV
     batch = line // H
     head = line % H
+    at = batch * s_batch + head * s_head
+    if PARTS > 1:
+        fetch_state(state + at, part * span, K, V, BK, BV, S_KEY, S_VALUE, ACC)
+    if (PARTS > 1) and (SCALES > 0):
+        means = tl.arange(0, 2 * BM)
+        means = tl.where(means < SCALES, scale_mean + (line * SCALES + means) * V, value_mean + line * V)
+        fetch(means + part * span)
     key = tl.arange(0, BK)
     in_key = key < K
-    q += batch * q_batch + tl.cast(head // q_group, tl.int64) * q_head
-    k += batch * k_batch + tl.cast(head // k_group, tl.int64) * k_head
-    v += batch * v_batch + tl.cast(head // v_group, tl.int64) * v_head
+    q += batch * q_batch + tl.cast(head // Q_GROUP, tl.int64) * q_head
+    k += batch * k_batch + tl.cast(head // K_GROUP, tl.int64) * k_head
+    v += batch * v_batch + tl.cast(head // V_GROUP, tl.int64) * v_head
     log_write += batch * w_batch + head * w_head
     log_forget += batch * f_batch + head * f_head
     log_exponent += batch * e_batch + head * e_head
     log_erase += batch * r_batch + head * r_head
-    at = batch * s_batch + head * s_head
     for value0 in range(0, span, BV):
         value = part * span + value0 + tl.arange(0, BV)
         in_value = value < V
@@ -189,51 +232,58 @@ def centred_step_kernel(
             slow_write = scale_write + batch * y_batch + (head * SCALES + m) * y_head
             slow_forget = scale_forget + batch * z_batch + (head * SCALES + m) * z_head
         for t in range(T):
+            # Whatever a token needs is asked for before anything waits for a part of it.
             queries = tl.load(q + t * q_token + key, mask=in_key, other=0.0).to(ACC)
             keys = tl.load(k + t * k_token + key, mask=in_key, other=0.0).to(ACC)
             values = tl.load(v + t * v_token + value, mask=in_value, other=0.0).to(ACC)
-            before = norm > float("-inf")
-            norm, share, live, odds = next_norm(
-                tl.load(log_write + t * w_token).to(ACC), tl.load(log_forget + t * f_token).to(ACC), norm
-            )
+            write = tl.load(log_write + t * w_token).to(ACC)
+            forget = tl.load(log_forget + t * f_token).to(ACC)
             moved = tl.load(log_erase + t * r_token).to(ACC)
+            if RULE != SCHEDULED:
+                exponent = tl.load(log_exponent + t * e_token).to(ACC)
+            if RULE != COVARIANCE:
+                size = tl.load(balance + head).to(ACC)
+            if SCALES > 0:
+                writes = tl.load(slow_write + t * y_token, mask=in_m, other=float("-inf")).to(ACC)
+                forgets = tl.load(slow_forget + t * z_token, mask=in_m, other=0.0).to(ACC)
+            if MEAN:
+                read = tl.load(read_mean + head).to(ACC)
+            if ADD:
+                extra = add_to + batch * a_batch + t * a_token + head * a_head + value
+                extra = tl.load(extra, mask=in_value, other=0.0).to(ACC)
+            out = tl.sum(S * queries[None, :], axis=1)
+            before = norm > float("-inf")
+            norm, share, live, odds = next_norm(write, forget, norm)
             keep = -softplus(odds)
             kept = tl.cast(1.0, ACC)
             if RULE != SCHEDULED:
-                exponent = tl.load(log_exponent + t * e_token).to(ACC)
                 kept = tl.exp(tl.where(live, tl.maximum(tl.exp(exponent) * keep, -80.0), 0.0))
             kd = tl.where(before, keys - mean, 0.0)
             y = tl.where(before, values - shown, 0.0)
             mean += share * (keys - mean)
             shown += share * (values - shown)
-            out = tl.sum(S * queries[None, :], axis=1)
             if RULE == COVARIANCE:
                 y *= tl.exp(tl.where(live, keep - softplus(-(odds + moved)), float("-inf")))
             else:
                 if RULE == GATED:
-                    c = tl.exp(tl.load(balance + head).to(ACC))
+                    c = tl.exp(size)
                     a = tl.exp(tl.where(live, keep - softplus(-odds) + moved, float("-inf")))
                 else:
                     c = tl.cast(1.0, ACC)
-                    rate = moved - tl.load(balance + head).to(ACC) * softplus(-odds)
+                    rate = moved - size * softplus(-odds)
                     a = tl.exp(tl.where(live, tl.minimum(rate, 30.0), float("-inf")))
                 shrink = a * c / (1.0 + a * c * c * tl.sum(kd * kd, axis=0))
                 y = shrink * (y - (c * kept) * tl.sum(S * kd[None, :], axis=1))
             out = scale * (kept * out + tl.sum(queries * kd, axis=0) * y)
             S = kept * S + y[:, None] * kd[None, :]
             if MEAN:
-                out += tl.load(read_mean + head).to(ACC) * shown
+                out += read * shown
             if SCALES > 0:
-                slow_norm, slow_share, _, _ = next_norm(
-                    tl.load(slow_write + t * y_token, mask=in_m, other=float("-inf")).to(ACC),
-                    tl.load(slow_forget + t * z_token, mask=in_m, other=0.0).to(ACC),
-                    slow_norm,
-                )
+                slow_norm, slow_share, _, _ = next_norm(writes, forgets, slow_norm)
                 slow += slow_share[:, None] * (values[None, :] - slow)
                 out += tl.sum(weight[:, None] * slow, axis=0)
             if ADD:
-                extra = add_to + batch * a_batch + t * a_token + head * a_head + value
-                out += tl.load(extra, mask=in_value, other=0.0).to(ACC)
+                out += extra
             tl.store(o + ((batch * T + t) * H + head) * V + value, out.to(o.dtype.element_ty), mask=in_value)
         store_state(new_state + at, S, value, key, K, V, BK, BV, S_KEY, S_VALUE)
         # Threads hold copies of a row: all must have read the old one.
@@ -249,8 +299,9 @@ def centred_step_kernel(
                 tl.store(slow_norm_at, slow_norm.to(new_scale_log_z.dtype.element_ty), mask=in_m)
 
 
-# (K rounded up to a power of two) -> (tile of values, warps)
-CENTRED = {32: (32, 2), 64: (32, 4), 128: (32, 4), 256: (16, 8)}
+# As DECODE. What overwrites its statistics takes the tiles of a head one after the other, by the second table.
+CENTRED = {32: (32, 1), 64: (16, 1), 128: (8, 1), 256: (4, 1)}
+CENTRED_BY_VALUE = {32: (32, 2), 64: (32, 4), 128: (32, 4), 256: (16, 8)}
 
 
 def centred_step(
@@ -269,8 +320,9 @@ def centred_step(
     q, k, v = rows(q), rows(k), rows(v)
     batch, tokens, heads = log_write.shape
     key_dim, value_dim = k.shape[-1], v.shape[-1]
-    padded = max(32, triton.next_power_of_2(key_dim))
-    tile, usual = CENTRED[padded]
+    in_place = state[1].data_ptr() == new_state[1].data_ptr()
+    table = CENTRED if state[0].stride(2) == 1 and not in_place else CENTRED_BY_VALUE
+    padded, tile, warps = launch_of(table, key_dim, value_dim, warps)
     rule = COVARIANCE if balance is None else SCHEDULED if log_exponent is None else GATED
     scales = 0 if scale_write is None else read_scales.shape[1]
     add_to = None if add_to is None else rows(add_to)
@@ -278,16 +330,15 @@ def centred_step(
     gates = log_write, log_forget, log_erase if log_exponent is None else log_exponent, log_erase
     slow = [(0, 0, 0) if x is None else strides(x) for x in (scale_write, scale_forget)]
     states = [*state, *(None,) * (6 - len(state)), *new_state, *(None,) * (6 - len(state))]
-    tile = min(tile, max(16, triton.next_power_of_2(value_dim)))
-    parts = 1 if state[1].data_ptr() == new_state[1].data_ptr() else triton.cdiv(value_dim, tile)
+    parts = 1 if in_place else triton.cdiv(value_dim, tile)
     centred_step_kernel[(batch * heads * parts,)](
-        q, k, v, *gates, balance, read_mean, add_to, scale_write, scale_forget, read_scales, *states, o,
-        heads, heads // q.shape[2], heads // k.shape[2], heads // v.shape[2], scale,
+        q, k, v, *gates, balance, read_mean, add_to, scale_write, scale_forget, read_scales, *states, o, scale,
         *strides(q), *strides(k), *strides(v), *(s for x in gates for s in strides(x)),
         *((0, 0, 0) if add_to is None else strides(add_to)), *state[0].stride()[:2], *slow[0], *slow[1],
+        H=heads, Q_GROUP=heads // q.shape[2], K_GROUP=heads // k.shape[2], V_GROUP=heads // v.shape[2],
         T=tokens, K=key_dim, V=value_dim, BK=padded, BV=tile, S_KEY=state[0].stride(2), S_VALUE=state[0].stride(3),
         PARTS=parts, SCALES=scales, BM=max(1, triton.next_power_of_2(scales)), RULE=rule, MEAN=read_mean is not None,
-        ADD=add_to is not None, ACC=accumulator(q.dtype), num_warps=warps or usual,
+        ADD=add_to is not None, ACC=accumulator(q.dtype), num_warps=warps,
     )  # fmt: skip
     return o
 

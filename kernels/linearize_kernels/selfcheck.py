@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -305,7 +306,7 @@ def mesa_warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, device: tor
 def measure_step(
     rule: str, tokens: int, key_dim: int, value_dim: int, dtype: torch.dtype, device, warps: int | None
 ) -> dict[str, float]:
-    """As `measure`, for a decode step: outputs and states, into new tensors twice and in place."""
+    """As `measure`, for a decode step: outputs and states, in both layouts, into new tensors twice and in place."""
     from .api import torch_centred_step
 
     _enter(device)
@@ -349,11 +350,13 @@ def measure_step(
         o, want = torch_centred_step(
             *exact, wide, read_mean.double(), 0.5, None, (*(x.double() for x in slow), *wide[5:]), False
         )  # fmt: skip
+    # Memories with K dense have launches of their own.
+    layouts = [states] if rule == "mesa" else [states, [memory.mT.contiguous().mT, *states[1:]]]
     errors = {}
-    for launch in launches:
+    for launch, given in itertools.product(launches, layouts):
         runs = []
         for in_place in (False, False, True):
-            old = [x.clone() for x in states]
+            old = [x.clone() for x in given]
             new = old if in_place else [torch.empty_like(x) for x in old]
             runs.append([launch(old, new), *new])
         for i, (true, *got) in enumerate(zip((o, *want), *runs, strict=True)):

@@ -76,6 +76,7 @@ class CentredMixer(Mixer):
     steps: ClassVar[bool] = False  # whether it has a :meth:`step`
     wholes: ClassVar[bool] = False  # whether it has a :meth:`whole`
     memories: ClassVar[tuple[str, ...]] = ("memory",)  # names of the memory's own states, in the order a step has them
+    dense_keys: ClassVar[bool] = False  # whether "memory" is kept with K dense, as the kernels' steps read it fastest
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__()
@@ -158,9 +159,14 @@ class CentredMixer(Mixer):
 
         gap: [B, T, H, K], q - r. k: [B, T, Hk, K] and v: [B, T, Hk, V], as they are. writes: log write weight and log
         forgetting, [B, T, H]. gates: as :meth:`remember` has them. shared: further arguments of the kernels' steps.
-        Returns o [B, T, H, V] and the states ``memories``, STATISTICS and SLOW; those before are left as they are.
+        Returns o [B, T, H, V] and the states ``memories``, STATISTICS and SLOW. Those before are left as they are, but
+        for one that only tells where a search may start.
         """
         raise NotImplementedError
+
+    def kept(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The states after many tokens as the steps after them want them in memory; steps leave them like that."""
+        return states | {"memory": states["memory"].mT.contiguous().mT} if self.dense_keys else states
 
     def can_step(self, x: Tensor, rows: tuple[Tensor, ...], state: dict[str, Tensor] | None) -> bool:
         """Whether :meth:`step` may stand for the full form: few tokens after others, and nothing to differentiate."""
@@ -220,7 +226,7 @@ class CentredMixer(Mixer):
                 add_to=layout.pack(base),
             )
             o = layout.unpack(o).to(q.dtype)
-            return o, dict(zip(names, states, strict=True)) | zeroth if output_state else None
+            return o, self.kept(dict(zip(names, states, strict=True)) | zeroth) if output_state else None
 
         # First order: running means and centred keys and values (§2), write strengths (§4, §5).
         cu = layout.cu_seqlens
@@ -248,4 +254,5 @@ class CentredMixer(Mixer):
         o = layout.unpack(o).to(q.dtype)
         if not output_state:
             return o, None
-        return o, memory | zeroth | {"key_mean": key_mean, "value_mean": value_mean, "log_z": log_z[:, -1]}
+        means = {"key_mean": key_mean, "value_mean": value_mean, "log_z": log_z[:, -1]}
+        return o, self.kept(memory | zeroth | means)

@@ -70,6 +70,7 @@ class DeltaNet(CentredMixer):
     kind = "deltanet"
     memory_gates = 1
     steps = True
+    dense_keys = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)

@@ -69,6 +69,7 @@ class GDN(CentredMixer):
     kind = "gdn"
     memory_gates = 2
     steps = True
+    dense_keys = True
     wholes = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):

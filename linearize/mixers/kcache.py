@@ -95,7 +95,7 @@ class KCache(CentredMixer):
 
     @classmethod
     def memory_bytes(cls, shape: HeadShape) -> int:
-        return 4 * shape.q_heads * shape.key_dim * (shape.value_dim + shape.key_dim)
+        return 4 * shape.q_heads * shape.key_dim * (shape.value_dim + 2 * shape.key_dim)
 
     @classmethod
     def state_bytes(cls, shape: HeadShape, tokens: int = 0, *, taps: int = 4, time_scales: int = 3) -> int:

@@ -18,6 +18,7 @@ RIDGES = (0.03, 0.3, 3.0, VALA)  # Lambda as a multiple of the keys' mean varian
 MAX_ITER = 64  # of the conjugate gradients; K of them are exact but for rounding
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # of their relative residual, by the dtype they work in
 START_TOLERANCE = 1e-4  # while the start is chosen
+STEP_TOLERANCE = 1e-4  # of a decode step with 16-bit keys, of which it is a small part of the rounding
 
 
 def ridge_terms(
@@ -53,17 +54,31 @@ def ridge_terms(
     return torch.stack(out, 3).flatten(2, 3), variance
 
 
+def step_tolerance(dtype: torch.dtype) -> float:
+    """Of a decode step with rows of this dtype."""
+    return STEP_TOLERANCE if dtype.itemsize == 2 else TOLERANCE[dtype]
+
+
 def read_ridge(
     query: Tensor, at: Centred, gates: list[Tensor], ridge: Tensor, old: dict[str, Tensor], output_state: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``G^T (H + Lambda)^-1 query`` plus the zeroth order, with the gates and the result of ``CentredMixer.remember``.
 
     query: [B, T, H, K], packed. ridge: [H, K], the diagonal of Lambda. G and H are the states memory and key_memory.
+    The state preconditioner [B, H, K, K], 0 at first, is the kernels': an inverse of H + Lambda at an earlier token,
+    which their steps overwrite, and which changes no result by more than the tolerance.
     """
     arguments = (query, at.keys, at.values, *covariance_arguments(at.strengths, *gates), ridge)
-    states = (old["memory"], old["key_memory"]) if old else None
+    states, inverse = (old["memory"], old["key_memory"]) if old else None, old.get("preconditioner")
     if states and output_state and query.shape[1] <= MAX_STEP and not torch.is_grad_enabled():
-        o, states = mesa_step(*arguments, state=states, add_to=at.base, in_place=False)
+        o, states = mesa_step(
+            *arguments,
+            state=states,
+            add_to=at.base,
+            preconditioner=inverse,
+            tol=step_tolerance(query.dtype),
+            in_place=False,
+        )
     else:
         o, states, _ = mesa(
             *arguments,
@@ -74,22 +89,28 @@ def read_ridge(
             cu_seqlens=at.cu_seqlens,
             add_to=at.base,
         )
-    return o, {"memory": states[0], "key_memory": states[1]} if output_state else {}
+    if not output_state:
+        return o, {}
+    inverse = torch.zeros_like(states[1]) if inverse is None else inverse
+    return o, {"memory": states[0], "key_memory": states[1], "preconditioner": inverse}
 
 
 class MesaNet(CentredMixer):
     """``o = ... + rho_A G^T (H + Lambda)^-1 Lbar s (q - r)`` with the running covariances G of k and v and H of k.
 
-    The queries are solved for by conjugate gradients, to a relative residual of TOLERANCE or MAX_ITER steps; a decode
-    step solves directly. Own parameters beyond :class:`CentredMixer`'s, fp32, H query heads: log_ridge [H, K], log
-    Lambda; log_variance [H, K], log (Lbar - Lambda); read_state [H], rho_A. Its gates are log decay exponent (Wa) and
-    the logit of the write strength (Wb), of G and H alike.
+    The queries are solved for by conjugate gradients, to a relative residual of TOLERANCE or MAX_ITER steps. A decode
+    step of the kernels starts from the inverse at an earlier token, which is a third state as large as H, and solves
+    directly where that has become too old; other steps solve directly.
+
+    Own parameters beyond :class:`CentredMixer`'s, fp32, H query heads: log_ridge [H, K], log Lambda; log_variance
+    [H, K], log (Lbar - Lambda); read_state [H], rho_A. Its gates are log decay exponent (Wa) and the logit of the write
+    strength (Wb), of G and H alike.
     """
 
     kind = "mesanet"
     memory_gates = 2
     steps = True
-    memories = ("memory", "key_memory")
+    memories = ("memory", "key_memory", "preconditioner")
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)
@@ -127,7 +148,7 @@ class MesaNet(CentredMixer):
 
     @classmethod
     def memory_bytes(cls, shape: HeadShape) -> int:
-        return 4 * shape.q_heads * shape.key_dim * (shape.value_dim + shape.key_dim)
+        return 4 * shape.q_heads * shape.key_dim * (shape.value_dim + 2 * shape.key_dim)
 
     def query(self, gap: Tensor, scale: float) -> Tensor:
         """rho_A Lbar s (q - r)."""
@@ -144,7 +165,20 @@ class MesaNet(CentredMixer):
         **shared,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         query = self.query(gap, scale).to(k.dtype)
-        return centred_mesa_step(query, k, v, *writes, *gates, self.log_ridge.exp(), **shared)
+        memory, key_memory, inverse, *statistics = shared.pop("state")
+        o, (memory, key_memory, *statistics) = centred_mesa_step(
+            query,
+            k,
+            v,
+            *writes,
+            *gates,
+            self.log_ridge.exp(),
+            state=(memory, key_memory, *statistics),
+            preconditioner=inverse,
+            tol=step_tolerance(query.dtype),
+            **shared,
+        )
+        return o, (memory, key_memory, inverse, *statistics)
 
     def remember(
         self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool

@@ -34,6 +34,7 @@ class VaLA(CentredMixer):
     kind = "vala"
     memory_gates = 2
     steps = True
+    dense_keys = True
     wholes = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):

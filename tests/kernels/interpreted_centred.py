@@ -3,7 +3,7 @@
 import interpreter  # noqa: F401
 import pytest
 import torch
-from linearize_kernels import mesa_step
+from linearize_kernels import centred_gated_delta_step, mesa_step
 from linearize_kernels.conjugate import recurrent_mesa
 from test_centred import NAMES, STATES, check, check_ridge_steps, check_scheduled_steps, check_steps, inputs
 from tolerances import TOLERANCE, assert_close
@@ -59,8 +59,27 @@ def test_steps_from_nothing():
     check_steps(x, width=2, scales=1)
 
 
-def test_ridge_steps():
-    check_ridge_steps(inputs(3, 2, (1, 2, 2), dims=(12, 20)), 2, False)
+@pytest.mark.parametrize("cached", [False, True])
+def test_ridge_steps(cached):
+    inverse = torch.zeros(1, 2, 12, 12, dtype=torch.float64) if cached else None
+    check_ridge_steps(inputs(3, 2, (1, 2, 2), dims=(12, 20)), 2, False, inverse=inverse)
+    assert inverse is None or float(inverse.abs().max()) > 0.9
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_step_keeps_the_layout_of_the_memory(turned):
+    x = inputs(1, 2, dims=(32, 16))
+    state = [x[n] for n in STATES]
+    state[0] = state[0].mT.contiguous().mT if turned else state[0]
+    gates = [x[n] for n in NAMES[3:8]]
+    results = [
+        centred_gated_delta_step(x["q"], x["k"], x["v"], *gates, state=s, in_place=False)
+        for s in (state, [t.contiguous() for t in state])
+    ]
+    (o, new), (want, other) = results
+    assert new[0].stride() == state[0].stride() and other[0].is_contiguous()
+    assert_close("o", o, want, 1e-12)
+    assert_close("memory", new[0], other[0], 1e-12)
 
 
 @pytest.mark.parametrize("cached,width,in_place", [(False, 3, True), (True, 1, True), (False, 3, False)])

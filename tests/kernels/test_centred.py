@@ -199,7 +199,7 @@ def check_scheduled_steps(x, width, in_place, limit=1e-12):
         assert_close(name, a, b, limit)
 
 
-def check_ridge_steps(x, width, in_place, limit=1e-10):
+def check_ridge_steps(x, width, in_place, limit=1e-10, inverse=None):
     """Steps that solve, with a time scale, against MesaNet on what `centre` gives."""
     heads, key_dim, tokens = x["log_write"].shape[2], x["k"].shape[-1], x["k"].shape[1]
     make = torch.Generator().manual_seed(3)
@@ -231,7 +231,7 @@ def check_ridge_steps(x, width, in_place, limit=1e-10):
         before = [s.clone() for s in state]
         o, new = centred_mesa_step(
             *rows, ridge, state=state[:5], read_mean=x["read_mean"], scale=0.6, add_to=x["add_to"][:, a : a + width],
-            time_scales=scales, in_place=in_place,
+            time_scales=scales, in_place=in_place, preconditioner=inverse, max_iter=40, tol=1e-12,
         )  # fmt: skip
         assert all((s.data_ptr() == n.data_ptr()) == in_place for s, n in zip(state, new, strict=True))
         assert in_place or all(torch.equal(s, b) for s, b in zip(state, before, strict=True))
@@ -278,7 +278,9 @@ def test_scheduled_steps(in_place):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_ridge_steps(in_place):
-    check_ridge_steps(inputs(6, 4, (1, 2, 4), batch=2), 2, in_place)
+    inverse = torch.zeros(2, 4, 5, 5, dtype=torch.float64)
+    check_ridge_steps(inputs(6, 4, (1, 2, 4), batch=2), 2, in_place, inverse=inverse)
+    assert not inverse.any(), "the torch form leaves it alone"
 
 
 def test_steps_from_nothing():
