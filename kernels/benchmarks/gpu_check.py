@@ -629,7 +629,7 @@ def decode_times() -> list[dict]:
         for batch in (1, 8, 32, 64, 128, 256):
             q, k, v, log_decay, beta, _, state, _ = inputs(batch, 1, heads, (1, 1, 1), (dim, dim), torch.bfloat16)
             layers = max(2, min(128, 300 * 2**20 // (4 * state.numel())))
-            states = [torch.zeros_like(state.mT).mT for _ in range(layers)]
+            states = [torch.zeros(state.mT.shape, device=DEVICE).mT for _ in range(layers)]
             vector, norm = torch.zeros(batch, heads, dim, device=DEVICE), torch.zeros(batch, heads, device=DEVICE)
             gate, per_head = torch.zeros_like(beta), torch.ones(heads, device=DEVICE)
             slow_gate = torch.zeros(batch, 1, 3 * heads, device=DEVICE)
