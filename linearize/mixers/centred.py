@@ -210,6 +210,7 @@ class CentredMixer(Mixer):
 
         gap = layout.pack(q - self.reference)
         if self.wholes:
+            mean = self.readout.mean  # before the call, after which accelerate may have put it away again
             base, zeroth = self.readout(None, k, v, scale, layout, mask, old)
             names = (*self.memories, *STATISTICS)
             o, states = self.whole(
@@ -219,7 +220,7 @@ class CentredMixer(Mixer):
                 (log_write, log_forget),
                 gates,
                 scale,
-                read_mean=self.readout.mean,
+                read_mean=mean,
                 initial_state=tuple(old[n] for n in names) if old else None,
                 output_final_state=output_state,
                 cu_seqlens=layout.cu_seqlens,
