@@ -233,45 +233,30 @@ def launched(call: Callable[[], object], few: bool) -> tuple:
 
 
 def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
-    """The part of `entries` that solves MesaNet's systems."""
-    import triton
-    import triton.language as tl
+    """What MesaNet launches, with Hkk in one number and in two: forwards with a state and a term to add, backwards."""
+    import torch
     from linearize_kernels import ridge
 
-    packed = ("table", "offsets", "cu_seqlens")
-    floats = ("gates", "sizes", "bounds", "ridge", "final", "initial", "solution", "residual", "log_decay", "gain")
-    ones = ("decay_head", "gain_head")
+    row_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     for K, V in shapes:
         if K > ridge.MAX_KEY_DIM or dtype == "fp32":
             continue
-        BK, label = max(32, triton.next_power_of_2(K)), f"{dtype} K={K} V={V}"
-        shared = {"K": K, "BK": BK, "C": 64, "VARLEN": False, "ACC": tl.float32}
-        product = shared | {"PRECISION": "ieee", "SPLIT": True}
-        constants = {**shared, "V": V, "BV": triton.next_power_of_2(V), "DECAY": True}
-        yield f"mesa sizes {label}", ridge.sizes_kernel, dtype, constants, floats, packed, ones, 4, 1
-        tile, warps, stages = ridge.STATE[BK]
-        for D in sorted({K, V}):
-            W = max(16, triton.next_power_of_2(D))
-            constants = {**product, "D": D, "W": W, "BD": min(tile, W), "INITIAL": True, "FINAL": True}
-            name = f"mesa state {label} D={D}"
-            yield name, ridge.state_kernel, dtype, constants, floats, packed, ("s_value",), warps, stages
-        inverse = {name: product[name] for name in ("K", "BK", "SPLIT", "ACC")}
-        yield f"mesa invert {label}", ridge.invert_kernel, dtype, inverse, floats, (), (), ridge.INVERT[BK], 1
-        columns, warps = ridge.SOLVE[BK]
-        for pre in (False, True):
-            constants = {**product, "BT": columns, "PRE": pre}
-            name = f"mesa solve {'preconditioned ' * pre}{label}"
-            yield name, ridge.solve_kernel, dtype, constants, floats, packed, (), warps, 1
-        for backward in (False, True):
-            wide, narrow = (V, K) if backward else (K, V)
-            padded, W = (max(16 if side == V else 32, triton.next_power_of_2(side)) for side in (wide, narrow))
-            columns, tile, warps = ridge.READ[padded]
-            constants = {**product, "K": wide, "V": narrow, "BK": padded, "W": W, "BV": min(tile, W), "BT": columns}
-            constants |= {"ADD": not backward}
-            rows, ones = ((*floats, "o"), ("s_value",)) if backward else ((*floats, "x"), ("s_key",))
-            absent = (*packed, "add_to") if backward else packed
-            name = f"mesa read {'transposed ' * backward}{label}"
-            yield name, ridge.read_kernel, dtype, constants, rows, absent, ones, warps, 1
+        k, v = (torch.zeros(1, 256, 4, size, dtype=row_type) for size in (K, V))
+        gate, weights = torch.zeros(1, 256, 4), torch.ones(4, K)
+        states = torch.zeros(1, 4, K, V), torch.zeros(1, 4, K, K)
+
+        def backward(exact, k=k, v=v, gate=gate, weights=weights):
+            prepared = ridge.Prepared(k, v, gate, gate, weights, None, None, None, False, exact, None)
+            prepared.solve(prepared.target(v, 1.0), 20, 1e-4)
+
+        for mode, tol in (("", ridge.ROUGH), (" exact", ridge.ROUGH / 10)):
+            call = functools.partial(
+                ridge.forward, k, k, v, gate, gate, weights, *states, None, v, 1.0, 20, tol, True
+            )
+            for fn, launch in all_recorded(call) + all_recorded(functools.partial(backward, mode != ""))[-2:]:
+                name = fn.__name__.removesuffix("_kernel") + " alone" * (launch.options.get("READ") is False)
+                if not mode or name in ("state", "invert", "solve", "solve alone"):
+                    yield f"mesa {name}{mode} {dtype} K={K} V={V}", fn, dtype, launch
 
 
 def divergence_entries(dtype: str) -> Iterator[tuple]:

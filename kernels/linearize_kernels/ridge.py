@@ -10,11 +10,12 @@ exchanged gives dq* = scale (((dO V^T) o Gam o gain_s) K + e_t dO G^T), X2 solve
 gradient of linear attention (`backward`).
 
 16-bit inputs are computed with float16 products. Keys and values enter them unrounded, but for bfloat16's smallest
-numbers; states are scaled by a bound of their entries and split in two float16 numbers. A round of conjugate gradients
-uses the first of them, with directions that are rounded first and then used as they are everywhere, an exact line
-search and conjugacy to the last direction. Then the residual of what was found so far is computed with both, and the
-next round solves for that: no accuracy is lost to the rounding. float32 inputs use float32 products, float64 ones
-(interpreter) float64.
+numbers; states are scaled by a bound of their entries and rounded to float16, Hkk for tolerances below `ROUGH` to two
+such numbers. A round of conjugate gradients uses the first of them, with directions that are rounded first and then
+used as they are everywhere, an exact line search and conjugacy to the last direction. Then the residual of what was
+found so far is computed, with both, and the next round solves for that: no accuracy is lost to the rounding but that of
+states in one number, by which a residual may differ from the true one: by 2e-4 for independent keys, by 2e-2 for keys
+of which all but a tenth is their mean. float32 inputs use float32 products, float64 ones (interpreter) float64.
 
 Tokens are the rows of all tiles here, 32 at most: that is too few for a WGMMA, so that products may take the left
 operand from registers (see `common`).
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from . import delta, prep
 from .common import (
+    _INTERPRETED,
     CHUNK,
     INTERPRETED,
     LOG2E,
@@ -43,6 +45,7 @@ from .common import (
     strides,
 )
 
+ROUGH = 2e-3  # tolerance from which on Hkk is one float16 number: what that changes is what is tolerated
 MAX_KEY_DIM = 128  # a state of 256 dims, as two float16 numbers, does not fit the shared memory of a multiprocessor
 # Rows of per-chunk scalars: g / log 2 in two parts, gain, exp(g), exp(g_last - g) gain.
 GATES: tl.constexpr = tl.constexpr(5)
@@ -54,7 +57,7 @@ TINY: tl.constexpr = tl.constexpr(1e-30)
 SMALL: tl.constexpr = tl.constexpr(1e-12)
 DEPTH: tl.constexpr = tl.constexpr(0.001)  # of a round of conjugate gradients with a rounded matrix
 # Least ratio of the mean eigenvalue of Hkk and the ridge, and least exp(g_last), of a chunk that is preconditioned.
-WORTH: tl.constexpr = tl.constexpr(2.0)
+WORTH: tl.constexpr = tl.constexpr(8.0)
 KEPT: tl.constexpr = tl.constexpr(0.3)
 
 
@@ -115,16 +118,19 @@ def sizes_kernel(
 
 @triton.jit(do_not_specialize=["T", "NT", "H"])
 def plan_kernel(
-    sizes, start_kk, start_kv, start_trace, largest_ridge, total_ridge, bounds, bases, offsets, cu_seqlens,
+    sizes, start_kk, start_kv, start_trace, ridge, bounds, bases, offsets, cu_seqlens,
     T, NT, H,
-    C: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0)
     head = line % H
     _, start, end, chunk = locate_sequence(line // H, offsets, cu_seqlens, T, NT, C, VARLEN)
     place = tl.cast(chunk, tl.int64) * H + head
     one = tl.arange(0, 1)
-    ridge = tl.load(largest_ridge + head + one).to(ACC)
+    key = tl.arange(0, BK)
+    diagonal = tl.abs(tl.load(ridge + head * K + key, mask=key < K, other=0.0).to(ACC))
+    largest = tl.max(diagonal, axis=0)
+    total = tl.sum(diagonal, axis=0)
     if INITIAL:
         bound_kk = tl.load(start_kk + line + one).to(ACC)
         bound_kv = tl.load(start_kv + line + one).to(ACC)
@@ -133,7 +139,6 @@ def plan_kernel(
         bound_kk = tl.zeros([1], dtype=ACC)
         bound_kv = tl.zeros([1], dtype=ACC)
         trace = tl.zeros([1], dtype=ACC)
-    total = tl.load(total_ridge + head + one).to(ACC)
     base = tl.full([1], -1, dtype=tl.int32)
     number = tl.zeros([1], dtype=tl.int32) + chunk
     stays = tl.full([1], 1.0, dtype=ACC)
@@ -142,7 +147,7 @@ def plan_kernel(
         kept = tl.load(size + 3)
         tl.store(bounds + place * BOUNDS + one, bound_kk)
         tl.store(bounds + place * BOUNDS + 1 + one, bound_kv)
-        tl.store(bounds + place * BOUNDS + 2 + one, bound_kk + tl.load(size + 2) + ridge)
+        tl.store(bounds + place * BOUNDS + 2 + one, bound_kk + tl.load(size + 2) + largest)
         # The systems of a large ridge, or of a state that the chunk forgets, are solved as fast without.
         worth = (trace > WORTH * total) & (kept > KEPT)
         # A preconditioner serves four chunks, later in the sequence and while half of its state is still there.
@@ -157,17 +162,34 @@ def plan_kernel(
         place += H
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "k_group", "x_group", "which"])
+@triton.jit
+def written(S, lines, late, keys, kept, SPLIT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    """The transposed state [BD,BK] after a chunk of keys [C,BK] and lines [BD,C]."""
+    # The largest weight becomes 1, so that no product is out of float16's range.
+    peak = tl.maximum(tl.max(tl.abs(late), axis=0), TINY)
+    lines = lines.to(ACC) * (late * (1.0 / peak))[None, :]
+    half = lines.to(keys.dtype)
+    fresh = dot(half, keys, PRECISION, ACC)
+    if SPLIT:
+        fresh += dot((lines - half.to(ACC)).to(keys.dtype), keys, PRECISION, ACC)
+    return kept * S + peak * fresh
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "k_group", "v_group"])
 def state_kernel(
-    k, x, gates, sizes, bounds, initial, high, low, final, offsets, cu_seqlens,
-    T, NT, H, k_group, x_group, which,
-    k_batch, k_token, k_head, x_batch, x_token, x_head, s_batch, s_head, s_key, s_value,
-    K: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    SPLIT: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    k, v, gates, sizes, bounds, start_kk, start_kv, high, low, values_high, final_kk, final_kv, offsets, cu_seqlens,
+    T, NT, H, k_group, v_group,
+    k_batch, k_token, k_head, v_batch, v_token, v_head,
+    i_batch, i_head, i_key, i_value, s_batch, s_head, s_key, s_value,
+    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    SPLIT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """States [chunks,H,W,BK], transposed, entering the chunks over their bounds, as high + low, zero in the padding."""
-    tiles: tl.constexpr = W // BD
+    """States, transposed, that enter the chunks, over their bounds and zero in the padding, and those that are left.
+
+    Hkk [chunks,H,BK,BK] as high, and with SPLIT as high + low, Hkv [chunks,H,W,BK] as one number.
+    """
+    tiles: tl.constexpr = (W if W > BK else BK) // BD
     line = tl.program_id(0) // tiles
     head = line % H
     column = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
@@ -175,46 +197,49 @@ def state_kernel(
     row = tl.arange(0, C)
     key = tl.arange(0, BK)
     in_key = key < K
-    inside = column < D
-    in_state = inside[:, None] & in_key[None, :]
     work = high.dtype.element_ty
+    S = tl.zeros([BD, BK], dtype=ACC)
+    G = tl.zeros([BD, BK], dtype=ACC)
     if INITIAL:
-        initial += tl.cast(line // H, tl.int64) * s_batch + tl.cast(head, tl.int64) * s_head
-        S = tl.load(initial + key[None, :] * s_key + column[:, None] * s_value, mask=in_state, other=0.0).to(ACC)
-    else:
-        S = tl.zeros([BD, BK], dtype=ACC)
+        wide = tl.cast(line // H, tl.int64)
+        start_kk += wide * i_batch + tl.cast(head, tl.int64) * i_head
+        start_kv += wide * s_batch + tl.cast(head, tl.int64) * s_head
+        tile = (column < K)[:, None] & in_key[None, :]
+        S += tl.load(start_kk + key[None, :] * i_key + column[:, None] * i_value, mask=tile, other=0.0).to(ACC)
+        tile = (column < V)[:, None] & in_key[None, :]
+        G += tl.load(start_kv + key[None, :] * s_key + column[:, None] * s_value, mask=tile, other=0.0).to(ACC)
     token = tl.cast(start, tl.int64)
     place = tl.cast(chunk, tl.int64) * H + head
     k += batch * k_batch + token * k_token + tl.cast(head // k_group, tl.int64) * k_head
-    x += batch * x_batch + token * x_token + tl.cast(head // x_group, tl.int64) * x_head
+    v += batch * v_batch + token * v_token + tl.cast(head // v_group, tl.int64) * v_head
     for first in range(start, end, C):
         real = row < end - first
         keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=real[:, None] & in_key[None, :], other=0.0)
         keys = keys.to(work)
-        lines = tl.load(x + row[None, :] * x_token + column[:, None], mask=inside[:, None] & real[None, :], other=0.0)
+        mine = tl.load(k + row[None, :] * k_token + column[:, None], mask=(column < K)[:, None] & real, other=0.0)
+        lines = tl.load(v + row[None, :] * v_token + column[:, None], mask=(column < V)[:, None] & real, other=0.0)
         late = tl.load(gates + place * GATES * C + 4 * C + row)
-        bound = tl.load(bounds + place * BOUNDS + which)
         kept = tl.load(sizes + place * SIZES + 3)
+        bound = tl.load(bounds + place * BOUNDS)
         scaled = S * tl.where(bound > TINY, 1.0 / tl.maximum(bound, TINY), 0.0)
-        at = (place * W + column[:, None]) * BK + key[None, :]
         half = scaled.to(work)
-        tl.store(high + at, half)
+        at = (place * BK + column[:, None]) * BK + key[None, :]
+        tl.store(high + at, half, mask=(column < BK)[:, None])
         if SPLIT:
-            tl.store(low + at, (scaled - half.to(ACC)).to(work))
-            # The largest weight becomes 1, so that no product is out of float16's range.
-            peak = tl.maximum(tl.max(tl.abs(late), axis=0), TINY)
-            written = lines.to(ACC) * (late * (1.0 / peak))[None, :]
-            half = written.to(work)
-            fresh = dot(half, keys, PRECISION, ACC)
-            fresh += dot((written - half.to(ACC)).to(work), keys, PRECISION, ACC)
-            S = kept * S + peak * fresh
-        else:
-            S = kept * S + dot(late[None, :] * lines.to(ACC), keys, PRECISION, ACC)
+            tl.store(low + at, (scaled - half.to(ACC)).to(work), mask=(column < BK)[:, None])
+        bound = tl.load(bounds + place * BOUNDS + 1)
+        scaled = G * tl.where(bound > TINY, 1.0 / tl.maximum(bound, TINY), 0.0)
+        at = (place * W + column[:, None]) * BK + key[None, :]
+        tl.store(values_high + at, scaled.to(work), mask=(column < W)[:, None])
+        S = written(S, mine, late, keys, kept, SPLIT, PRECISION, ACC)
+        G = written(G, lines, late, keys, kept, SPLIT, PRECISION, ACC)
         place += H
         k += C * k_token
-        x += C * x_token
+        v += C * v_token
     if FINAL:
-        tl.store(final + (tl.cast(line, tl.int64) * K + key[None, :]) * D + column[:, None], S, mask=in_state)
+        at = tl.cast(line, tl.int64) * K + key[None, :]
+        tl.store(final_kk + at * K + column[:, None], S, mask=(column < K)[:, None] & in_key[None, :])
+        tl.store(final_kv + at * V + column[:, None], G, mask=(column < V)[:, None] & in_key[None, :])
 
 
 @triton.jit
@@ -260,34 +285,51 @@ def invert_kernel(
     tl.store(M + at, A.to(M.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "max_iter", "tol"])
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sums(a, b):
+    """Sums of the rows of a and of b: the warps meet once for both."""
+    if _INTERPRETED:  # which adds pairs one at a time
+        return tl.sum(a, axis=1), tl.sum(b, axis=1)
+    else:
+        return tl.reduce((a, b), 1, add_pairs)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "v_group", "max_iter", "tol", "scale"])
 def solve_kernel(
-    q, k, ridge, gates, bounds, bases, high, low, M, solution, residual, table, cu_seqlens,
-    T, NT, H, q_group, k_group, max_iter, tol,
-    q_batch, q_token, q_head, k_batch, k_token, k_head,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, PRE: tl.constexpr,
-    SPLIT: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    q, k, v, add_to, ridge, gates, bounds, bases, high, low, M, values_high, o, solution, residual, table, cu_seqlens,
+    T, NT, H, q_group, k_group, v_group, max_iter, tol, scale,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, a_batch, a_token, a_head,
+    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    BT: tl.constexpr, READ: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Solutions [B,T,H,K] of A x = q and their relative residuals [B,T,H], a row of each tile per token."""
+    """Solutions [B,T,H,K] of A x = q, their relative residuals [B,T,H], and with READ o [B,T,H,V] by `read_rows`.
+
+    A row of each tile is a token. Warps share its columns, so that what is multiplied with stays in registers.
+    """
     parts: tl.constexpr = C // BT
     part = tl.program_id(0) % parts
     line = tl.program_id(0) // parts
     head = line % H
     batch, first, count = locate_chunk(line // H, table, cu_seqlens, T, NT, C, VARLEN)
-    place = tl.cast(line, tl.int64)
-    base = tl.load(bases + place)
-    if (part * BT >= count) | ((base >= 0) != PRE):
+    if part * BT >= count:
         return
     first = tl.cast(first, tl.int64)
-    row = tl.arange(0, C)
+    place = tl.cast(line, tl.int64)
+    base = tl.load(bases + place)
     token = part * BT + tl.arange(0, BT)
     key = tl.arange(0, BK)
     in_key = key < K
     shown = token < count
     work = high.dtype.element_ty
     k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
-    tile = (row < count)[:, None] & in_key[None, :]
-    keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile, other=0.0).to(work)
+    row = tl.arange(0, C)
+    keys = load_rows(k, k_token, row, count, K, BK).to(work)
     gates += place * GATES * C
     whole = tl.load(bounds + place * BOUNDS + 2)
     weights = reaching(gates, token, C) * (1.0 / whole)
@@ -308,69 +350,100 @@ def solve_kernel(
     left = tl.load(q, mask=tile, other=0.0).to(ACC)
     size = tl.maximum(tl.sqrt(tl.sum(left * left, axis=1)), TINY)
     left = left * (1.0 / size)[:, None]
-    norm = tl.full([BT], 1.0, dtype=ACC)
+    square_left = tl.full([BT], 1.0, dtype=ACC)
     x = tl.zeros([BT, BK], dtype=ACC)
     worst = tl.cast(1.0, ACC)
     before = tl.cast(4.0, ACC)
     i = tl.cast(0, tl.int32)
     # A round solves for what is left with the rounded matrix, then meets the whole matrix: float16 is refined so.
     while (i < max_iter) & (worst > tol) & (worst < 0.5 * before):
-        goal = tl.maximum(0.5 * tol, DEPTH * norm) if SPLIT else 0.5 * tol + 0.0 * norm
-        if PRE:
-            pre = tl.load(M)
+        goal = 0.8 * tol
+        if work == tl.float16:
+            goal = tl.maximum(goal, DEPTH * worst)
+        goal = goal * goal
         direction = tl.zeros([BT, BK], dtype=work)
         Ad = tl.zeros([BT, BK], dtype=ACC)
-        curve = tl.zeros([BT], dtype=ACC)
-        while (i < max_iter) & (tl.max(norm - goal, axis=0) > 0):
+        across = tl.zeros([BT], dtype=ACC)
+        inverse = tl.zeros([BT], dtype=ACC)
+        while (i < max_iter) & (tl.max(square_left, axis=0) > goal):
             # Rows that are done while others go on stay small: their squares underflow long before they do.
-            z = left * (1.0 / tl.maximum(norm, SMALL))[:, None]
-            if PRE:
-                z = dot(z.to(work), pre, PRECISION, ACC)
-            turn = tl.where(curve > 0, tl.sum(z * Ad, axis=1) / tl.where(curve > 0, curve, 1.0), 0.0)
-            z = z - turn[:, None] * direction.to(ACC)
-            z = z * (1.0 / tl.maximum(tl.sqrt(tl.sum(z * z, axis=1)), SMALL))[:, None]
-            direction = z.to(work)
-            d = direction.to(ACC)
-            inner = dot(direction, tl.trans(keys), PRECISION, ACC) * weights
+            unit = tl.rsqrt(tl.maximum(square_left, SMALL * SMALL))
+            z = left
+            turn = across * unit
+            if base >= 0:
+                z = dot((left * unit[:, None]).to(work), tl.load(M), PRECISION, ACC)
+                unit = tl.rsqrt(tl.maximum(tl.sum(z * z, axis=1), SMALL * SMALL))
+                turn = tl.sum(z * Ad, axis=1) * unit
+            turn *= inverse
+            # Both have length 1, so that float16's range holds this.
+            shrink = 1.0 / (1.0 + tl.abs(turn))
+            direction = (z * (unit * shrink)[:, None] - direction.to(ACC) * (turn * shrink)[:, None]).to(work)
+            inner = (dot(direction, tl.trans(keys), PRECISION, ACC) * weights).to(work)
             Ad = dot(direction, upper, PRECISION, ACC)
+            d = direction.to(ACC)
             if SPLIT:
                 Ad += lost[None, :] * d
             Ad = Ad * stay[:, None] + diagonal[None, :] * d
-            Ad += dot(inner.to(work), keys, PRECISION, ACC)
-            curve = tl.sum(d * Ad, axis=1)
-            step = tl.where(curve > 0, tl.sum(d * left, axis=1) / tl.where(curve > 0, curve, 1.0), 0.0)
+            Ad += dot(inner, keys, PRECISION, ACC)
+            curve, step = sums(d * Ad, d * left)
+            inverse = tl.where(curve > TINY, 1.0 / tl.maximum(curve, TINY), 0.0)
+            step *= inverse
             x += step[:, None] * d
             left -= step[:, None] * Ad
-            norm = tl.sqrt(tl.sum(left * left, axis=1))
+            square_left, across = sums(left * left, left * Ad)
             i += 1
         length = tl.maximum(tl.sqrt(tl.sum(x * x, axis=1)), SMALL)
-        d = x * (1.0 / length)[:, None]
+        digits = x * (1.0 / length)[:, None]
         inner = tl.zeros([BT, C], dtype=ACC)
         Ad = tl.zeros([BT, BK], dtype=ACC)
-        digits = d
+        if not SPLIT:
+            # The solution is what is read with.
+            digits = digits.to(work).to(ACC)
+            x = digits * length[:, None]
+        d = digits
         # Loops, not statements: with both parts in one block their operands would be in registers at the same time.
         for _ in range(0, 2 if SPLIT else 1):
             half = digits.to(work)
-            Ad += dot(half, upper, PRECISION, ACC)
             inner += dot(half, tl.trans(keys), PRECISION, ACC)
+            Ad += dot(half, upper, PRECISION, ACC)
             digits -= half.to(ACC)
         if SPLIT:
             Ad += dot(d.to(work), tl.load(low + square), PRECISION, ACC)
         # Negative, and added last: what a product is added to has its layout, and so has the norm.
-        digits = inner * -weights
+        inner = inner * -weights
         left = tl.load(q, mask=tile, other=0.0).to(ACC) * (1.0 / size)[:, None] * (1.0 / length)[:, None]
         left = left - Ad * stay[:, None] - diagonal[None, :] * d
         for _ in range(0, 2 if SPLIT else 1):
-            half = digits.to(work)
+            half = inner.to(work)
             left += dot(half, keys, PRECISION, ACC)
-            digits -= half.to(ACC)
+            inner -= half.to(ACC)
         left = left * length[:, None]
-        norm = tl.sqrt(tl.sum(left * left, axis=1))
+        square_left = tl.sum(left * left, axis=1)
         before = worst
-        worst = tl.max(norm, axis=0)
+        worst = tl.sqrt(tl.max(square_left, axis=0))
     at = (batch * T + first + token) * H + head
-    tl.store(residual + at, norm, mask=shown)
+    tl.store(residual + at, tl.sqrt(square_left), mask=shown)
     tl.store(solution + at[:, None] * K + key[None, :], (size / whole)[:, None] * x, mask=tile)
+    if READ:
+        length = tl.maximum(tl.sqrt(tl.sum(x * x, axis=1)), SMALL)
+        half = (x * (1.0 / length)[:, None]).to(work)
+        v += batch * v_batch + first * v_token + tl.cast(head // v_group, tl.int64) * v_head
+        if ADD:
+            add_to += batch * a_batch + first * a_token + tl.cast(head, tl.int64) * a_head
+        # The weights are over the bound of the matrices here, and so is x: what remains is the bound of Hkv.
+        stay = tl.load(gates + 3 * C + token) * (tl.load(bounds + place * BOUNDS + 1) / whole)
+        read_rows(
+            half, keys, weights, stay, size * length * scale, v, v_token, values_high + place * BK * W, 1, BK, o,
+            add_to, a_token, at, token, count, V, BV, C, ADD, PRECISION, ACC,
+        )  # fmt: skip
+
+
+@triton.jit
+def load_rows(x, x_token, row, count, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of a chunk, zero from row `count` on."""
+    column = tl.arange(0, BD)
+    tile = (row < count)[:, None] & (column < D)[None, :]
+    return tl.load(x + row[:, None] * x_token + column[None, :], mask=tile, other=0.0)
 
 
 @triton.jit
@@ -383,16 +456,42 @@ def reaching(gates, token, C: tl.constexpr):
     return tl.exp2(tl.where(upto, between, float("-inf"))) * tl.load(gates + 2 * C + row)[None, :]
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "x_group", "k_group", "v_group", "s_key", "s_value", "scale"])
-def read_kernel(
-    x, k, v, add_to, gates, bounds, high, low, o, table, cu_seqlens,
-    T, NT, H, x_group, k_group, v_group, s_key, s_value, scale,
-    x_batch, x_token, x_head, k_batch, k_token, k_head, v_batch, v_token, v_head, a_batch, a_token, a_head,
-    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    BT: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    ACC: tl.constexpr,
+@triton.jit
+def read_rows(
+    half, keys, weights, stay, factor, v, v_token, states, s_key, s_value, o, add_to, a_token, at, token, count,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """o [B,T,H,V] = scale (((x k^T) o Gam o gain_s) v + e x S) + add_to, S [chunks,H,BK,*] by its strides."""
+    """Store factor (((x keys^T) o weights) v + stay x S) + add_to of rows x = half [BT,BK] of length 1."""
+    BK: tl.constexpr = half.shape[1]
+    work = half.dtype
+    key = tl.arange(0, BK)
+    shown = (token < count)[:, None]
+    inner = dot(half, tl.trans(keys), PRECISION, ACC) * weights
+    peak = tl.maximum(tl.max(tl.abs(inner), axis=1), TINY)
+    inner = (inner * (1.0 / peak)[:, None]).to(work)
+    for value0 in range(0, V, BV):
+        value = value0 + tl.arange(0, BV)
+        in_value = (value < V)[None, :]
+        row = tl.arange(0, C)[:, None]
+        lines = tl.load(v + row * v_token + value[None, :], mask=(row < count) & in_value, other=0.0).to(work)
+        own = dot(inner, lines, PRECISION, ACC)
+        out = dot(half, tl.load(states + key[:, None] * s_key + value[None, :] * s_value), PRECISION, ACC)
+        out = (out * stay[:, None] + own * peak[:, None]) * factor[:, None]
+        if ADD:
+            extra = tl.load(add_to + token[:, None] * a_token + value[None, :], mask=shown & in_value, other=0.0)
+            out += extra.to(ACC)
+        tl.store(o + at[:, None] * V + value[None, :], out.to(o.dtype.element_ty), mask=shown & in_value)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "k_group", "v_group", "scale"])
+def target_kernel(
+    do, k, v, gates, bounds, high, target, table, cu_seqlens,
+    T, NT, H, k_group, v_group, scale,
+    o_batch, o_token, o_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, C: tl.constexpr,
+    BT: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Cotangents of the solutions, dq* [B,T,H,K] = scale (((dO v^T) o Gam o gain_s) k + e dO S^T), BW columns each."""
     parts: tl.constexpr = C // BT
     part = tl.program_id(0) % parts
     line = tl.program_id(0) // parts
@@ -402,68 +501,31 @@ def read_kernel(
         return
     first = tl.cast(first, tl.int64)
     place = tl.cast(line, tl.int64)
-    row = tl.arange(0, C)
     token = part * BT + tl.arange(0, BT)
-    key = tl.arange(0, BK)
-    in_key = key < K
-    real = row < count
-    shown = token < count
     work = high.dtype.element_ty
-    x += batch * x_batch + first * x_token + tl.cast(head // x_group, tl.int64) * x_head
+    do += batch * o_batch + first * o_token + tl.cast(head, tl.int64) * o_head
     k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
     v += batch * v_batch + first * v_token + tl.cast(head // v_group, tl.int64) * v_head
-    tile = shown[:, None] & in_key[None, :]
-    rows = tl.load(x + token[:, None] * x_token + key[None, :], mask=tile, other=0.0).to(ACC)
+    rows = load_rows(do, o_token, token, count, V, BV).to(ACC)
     length = tl.maximum(tl.sqrt(tl.sum(rows * rows, axis=1)), TINY)
-    rows = rows * (1.0 / length)[:, None]
-    half = rows.to(work)
-    tile = real[:, None] & in_key[None, :]
-    keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile, other=0.0).to(work)
+    half = (rows * (1.0 / length)[:, None]).to(work)
+    values = load_rows(v, v_token, tl.arange(0, C), count, V, BV).to(work)
     gates += place * GATES * C
-    # Over the bound of both parts, so that neither leaves float16's range.
-    bound = tl.load(bounds + place * BOUNDS + 1)
-    reach = tl.load(gates + 3 * C + token) * bound
-    inner = dot(half, tl.trans(keys), PRECISION, ACC)
-    if SPLIT:
-        rest = (rows - half.to(ACC)).to(work)
-        inner += dot(rest, tl.trans(keys), PRECISION, ACC)
-    inner = inner * reaching(gates, token, C)
-    peak = tl.maximum(tl.max(tl.abs(inner), axis=1), TINY)
-    inner = inner * (1.0 / peak)[:, None]
-    inner_half = inner.to(work)
-    high += place * BK * W
-    low += place * BK * W
-    at = (batch * T + first + token) * H + head
-    if ADD:
-        add_to += batch * a_batch + first * a_token + tl.cast(head, tl.int64) * a_head
-    for value0 in range(0, V, BV):
-        value = value0 + tl.arange(0, BV)
-        in_value = value < V
-        lines = tl.load(
-            v + row[:, None] * v_token + value[None, :], mask=real[:, None] & in_value[None, :], other=0.0
-        ).to(work)
-        corner = key[:, None] * s_key + value[None, :] * s_value
-        entering = tl.load(high + corner)
-        out = dot(half, entering, PRECISION, ACC)
-        own = dot(inner_half, lines, PRECISION, ACC)
-        if SPLIT:
-            out += dot(rest, entering, PRECISION, ACC)
-            out += dot(half, tl.load(low + corner), PRECISION, ACC)
-            own += dot((inner - inner_half.to(ACC)).to(work), lines, PRECISION, ACC)
-        out = (out * reach[:, None] + own * peak[:, None]) * (scale * length)[:, None]
-        stored = shown[:, None] & in_value[None, :]
-        if ADD:
-            out += tl.load(add_to + token[:, None] * a_token + value[None, :], mask=stored, other=0.0).to(ACC)
-        tl.store(o + at[:, None] * V + value[None, :], out.to(o.dtype.element_ty), mask=stored)
+    stay = tl.load(gates + 3 * C + token) * tl.load(bounds + place * BOUNDS + 1)
+    read_rows(
+        half, values, reaching(gates, token, C), stay, length * scale, k, k_token, high + place * BK * BV, BK, 1,
+        target, None, 0, (batch * T + first + token) * H + head, token, count, K, BW, C, False, PRECISION, ACC,
+    )  # fmt: skip
 
 
 # K rounded up to a power of two -> (tile of columns of the states, warps, stages), warps of the inverse,
-# (tokens, warps) of the solve
-STATE = {32: (32, 4, 3), 64: (32, 4, 3), 128: (32, 4, 3)}
+# (tokens, tile of columns that are read, warps, largest number of registers) of the solve
+STATE = {32: (32, 4, 3), 64: (32, 4, 3), 128: (32, 8, 3)}
 INVERT = {32: 4, 64: 4, 128: 8}
-SOLVE = {32: (16, 4), 64: (32, 4), 128: (32, 8)}
-# Dims of x, rounded up -> (tokens, tile of columns that are read, warps)
-READ = {16: (32, 32, 4), 32: (32, 32, 4), 64: (32, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
+SOLVE = {32: (16, 64, 4, 160), 64: (32, 64, 4, None), 128: (32, 128, 8, None)}
+EXACT = SOLVE | {128: (16, 128, 8, None)}  # where Hkk is two numbers
+# Dims of values, rounded up -> (tokens, tile of columns that are read, warps)
+TARGET = {16: (32, 64, 4), 32: (32, 64, 4), 64: (32, 64, 4), 128: (32, 64, 4), 256: (16, 32, 4)}
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -484,7 +546,7 @@ class Prepared:
 
     def __init__(
         self, k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor, ridge: Tensor, Hkv: Tensor | None,
-        Hkk: Tensor | None, cu_seqlens: Tensor | None, final: bool, warps: int | None,
+        Hkk: Tensor | None, cu_seqlens: Tensor | None, final: bool, exact: bool, warps: int | None,
     ):  # fmt: skip
         self.k, self.v = k, v = rows(k), rows(v)
         self.work = work = work_dtype(k.dtype)
@@ -494,7 +556,7 @@ class Prepared:
         self.ridge = ridge.contiguous()
         self.padded = padded = max(32, triton.next_power_of_2(key_dim))
         self.padded_value = max(16, triton.next_power_of_2(value_dim))
-        self.split = work == torch.float16
+        self.split = exact and work == torch.float16
         self.wide = wide = torch.float64 if work == torch.float64 else torch.float32
         self.shared = {"C": CHUNK, "VARLEN": chunks.packed, "ACC": accumulator(work)}
         self.size = size = chunks.tokens, chunks.per_row, heads
@@ -508,81 +570,80 @@ class Prepared:
             k, v, decay, gain, self.gates, sizes, chunks.table, chunks.cu_seqlens, *size, *groups,
             *strides(k), *strides(v), *strides(decay), *strides(gain),
             K=key_dim, V=value_dim, BK=padded, BV=self.padded_value,
-            DECAY=log_decay is not None, num_warps=4, num_stages=1, **self.shared,
+            DECAY=log_decay is not None, num_warps=8 if max(padded, self.padded_value) > 64 else 4, num_stages=1,
+            **self.shared,
         )  # fmt: skip
         self.bounds = new(chunks.count, heads, BOUNDS.value, dtype=wide)
         self.bases = new(chunks.count, heads, dtype=torch.int32)
         starts = [None if H is None else H.abs().amax((-2, -1)).to(wide).contiguous() for H in (Hkk, Hkv)]
         starts.append(None if Hkk is None else Hkk.diagonal(dim1=-2, dim2=-1).sum(-1).to(wide).contiguous())
-        size_of_ridge = self.ridge.abs()
         plan_kernel[(chunks.sequences * heads,)](
-            sizes, *starts, size_of_ridge.amax(-1), size_of_ridge.sum(-1), self.bounds, self.bases, chunks.offsets,
-            chunks.cu_seqlens, *size, INITIAL=Hkk is not None, num_warps=1, num_stages=1, **self.shared,
+            sizes, *starts, self.ridge, self.bounds, self.bases, chunks.offsets, chunks.cu_seqlens, *size,
+            K=key_dim, BK=padded, INITIAL=Hkk is not None, num_warps=1, num_stages=1, **self.shared,
         )  # fmt: skip
         tile, state_warps, stages = STATE[padded]
-        self.states, self.final = [], []
-        for which, (x, initial) in enumerate(((k, Hkk), (v, Hkv))):
-            dim, wide_dim = x.shape[-1], (padded, self.padded_value)[which]
-            high = k.new_empty(chunks.count, heads, wide_dim, padded, dtype=work)
-            low = torch.empty_like(high) if self.split else high
-            last = new((chunks.sequences, heads, key_dim, dim) if final else 0, dtype=wide)
-            width = min(tile, wide_dim)
-            state_kernel[(chunks.sequences * heads * (wide_dim // width),)](
-                k, x, self.gates, sizes, self.bounds, initial, high, low, last, chunks.offsets, chunks.cu_seqlens,
-                *size, groups[0], heads // x.shape[2], which, *strides(k), *strides(x),
-                *((0, 0, 0, 0) if initial is None else initial.stride()),
-                K=key_dim, D=dim, W=wide_dim, BK=padded, BD=width, SPLIT=self.split,
-                INITIAL=initial is not None, FINAL=final, PRECISION=precision(work),
-                num_warps=launch_warps(work, warps or state_warps), num_stages=stages,
-                **self.shared,
-            )  # fmt: skip
-            self.states += [high, low]
-            self.final.append(last)
-        self.M = k.new_empty(chunks.count, heads, padded, padded, dtype=work)
+        tile, wide_dim = min(tile, padded, self.padded_value), self.padded_value
+        square = chunks.count, heads, padded, padded
+        self.high = k.new_empty(square, dtype=work)
+        self.low = torch.empty_like(self.high) if self.split else self.high
+        self.values_high = k.new_empty(chunks.count, heads, wide_dim, padded, dtype=work)
+        last = (chunks.sequences, heads, key_dim) if final else (0,)
+        self.final = [new((*last, dim) if final else 0, dtype=wide) for dim in (key_dim, value_dim)]
+        starts = [(0, 0, 0, 0) if H is None else H.stride() for H in (Hkk, Hkv)]
+        state_kernel[(chunks.sequences * heads * (max(padded, wide_dim) // tile),)](
+            k, v, self.gates, sizes, self.bounds, Hkk, Hkv, self.high, self.low, self.values_high, *self.final,
+            chunks.offsets, chunks.cu_seqlens, *size, *groups, *strides(k), *strides(v), *starts[0], *starts[1],
+            K=key_dim, V=value_dim, W=wide_dim, BK=padded, BD=tile, SPLIT=self.split,
+            INITIAL=Hkk is not None, FINAL=final, PRECISION=precision(work),
+            num_warps=launch_warps(work, warps or state_warps), num_stages=stages, **self.shared,
+        )  # fmt: skip
+        self.M = torch.empty_like(self.high)
         if chunks.packed:
             self.bases = torch.where(chunks.table[:, :1] < 0, -1, self.bases)
         invert_kernel[(chunks.count * heads,)](
-            *self.states[:2], self.ridge, self.bounds, self.bases, self.M, tokens, heads,
+            self.high, self.low, self.ridge, self.bounds, self.bases, self.M, tokens, heads,
             K=key_dim, BK=padded, SPLIT=self.split, ACC=accumulator(work), num_warps=INVERT[padded], num_stages=1,
         )  # fmt: skip
 
-    def solve(self, q: Tensor, max_iter: int, tol: float) -> tuple[Tensor, Tensor]:
-        """(x [B,T,H,K] with A x = q, relative residual [B,T,H]), both in the accumulator's type."""
-        chunks, heads, key_dim = self.chunks, self.size[2], self.k.shape[-1]
+    def solve(
+        self, q: Tensor, max_iter: int, tol: float, read: bool = False, add_to: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(x [B,T,H,K] with A x = q, relative residual [B,T,H], o = scale Hkv_t^T x_t + add_to or empty).
+
+        x and the residual are in the accumulator's type, o [B,T,H,V] is in that of q.
+        """
+        chunks, heads, key_dim, value_dim = self.chunks, self.size[2], self.k.shape[-1], self.v.shape[-1]
         batch, tokens = q.shape[:2]
         new = self.gates.new_empty
         x, residual = new(batch, tokens, heads, key_dim, dtype=self.wide), new(batch, tokens, heads, dtype=self.wide)
-        columns, warps = SOLVE[self.padded]
-        for preconditioned in (False, True):
-            solve_kernel[(chunks.count * heads * (CHUNK // columns),)](
-                q, self.k, self.ridge, self.gates, self.bounds, self.bases, *self.states[:2], self.M,
-                x, residual, chunks.table, chunks.cu_seqlens,
-                *self.size, heads // q.shape[2], self.groups[0], max_iter, tol, *strides(q), *strides(self.k),
-                K=key_dim, BK=self.padded, BT=columns, PRE=preconditioned, SPLIT=self.split,
-                PRECISION=precision(self.work), num_warps=launch_warps(self.work, self.warps or warps), num_stages=1,
-                **self.shared,
-            )  # fmt: skip
-        return x, residual
-
-    def read(self, x: Tensor, add_to: Tensor | None, scale: float, dtype: torch.dtype, transposed: bool) -> Tensor:
-        """scale Hkv_t^T x_t + add_to, or scale Hkv_t x_t, of rows [B,T,H,*]."""
-        chunks, heads = self.chunks, self.size[2]
-        keys, values, k_group, v_group = self.k, self.v, *self.groups
-        BK, W = self.padded, self.padded_value
-        steps = 1, BK
-        if transposed:
-            keys, values, k_group, v_group, BK, W, steps = values, keys, v_group, k_group, W, BK, (BK, 1)
-        o = x.new_empty(*x.shape[:3], values.shape[-1], dtype=dtype)
-        columns, tile, warps = READ[BK]
-        read_kernel[(chunks.count * heads * (CHUNK // columns),)](
-            x, keys, values, add_to, self.gates, self.bounds, *self.states[2:], o, chunks.table, chunks.cu_seqlens,
-            *self.size, heads // x.shape[2], k_group, v_group, *steps, scale,
-            *strides(x), *strides(keys), *strides(values), *((0, 0, 0) if add_to is None else strides(add_to)),
-            K=keys.shape[-1], V=values.shape[-1], W=W, BK=BK, BV=min(tile, W), BT=columns, ADD=add_to is not None,
-            SPLIT=self.split, PRECISION=precision(self.work),
-            num_warps=launch_warps(self.work, self.warps or warps), num_stages=1, **self.shared,
+        o = q.new_empty((batch, tokens, heads, value_dim) if read else 0)
+        columns, tile, warps, registers = (EXACT if self.split else SOLVE)[self.padded]
+        solve_kernel[(chunks.count * heads * (CHUNK // columns),)](
+            q, self.k, self.v, add_to, self.ridge, self.gates, self.bounds, self.bases, self.high, self.low, self.M,
+            self.values_high, o, x, residual, chunks.table, chunks.cu_seqlens,
+            *self.size, heads // q.shape[2], *self.groups, max_iter, tol, scale, *strides(q), *strides(self.k),
+            *strides(self.v), *((0, 0, 0) if add_to is None else strides(add_to)),
+            K=key_dim, V=value_dim, W=self.padded_value, BK=self.padded, BV=min(tile, self.padded_value), BT=columns,
+            READ=read, ADD=add_to is not None, SPLIT=self.split, PRECISION=precision(self.work),
+            num_warps=launch_warps(self.work, self.warps or warps), num_stages=1,
+            maxnreg=None if self.warps else registers, **self.shared,
         )  # fmt: skip
-        return o
+        return x, residual, o
+
+    def target(self, do: Tensor, scale: float) -> Tensor:
+        """scale Hkv_t dO_t [B,T,H,K] of cotangents dO [B,T,H,V], in the accumulator's type."""
+        chunks, heads, key_dim = self.chunks, self.size[2], self.k.shape[-1]
+        target = do.new_empty(*do.shape[:3], key_dim, dtype=self.wide)
+        columns, tile, warps = TARGET[self.padded_value]
+        target_kernel[(chunks.count * heads * (CHUNK // columns),)](
+            do, self.k, self.v, self.gates, self.bounds, self.values_high, target, chunks.table, chunks.cu_seqlens,
+            *self.size, *self.groups, scale, *strides(do), *strides(self.k), *strides(self.v),
+            K=key_dim, V=do.shape[-1], BK=self.padded, BV=self.padded_value, BW=min(tile, self.padded), BT=columns,
+            PRECISION=precision(self.work), num_warps=launch_warps(self.work, self.warps or warps),
+            num_stages=1, **self.shared,
+        )  # fmt: skip
+        return target
 
 
 def forward(
@@ -591,15 +652,20 @@ def forward(
     final: bool, warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(o, final Hkv and Hkk or empty, residual, solution). `warps` replaces those of the launch tables."""
-    prepared = Prepared(k, v, log_decay, gain, ridge, Hkv, Hkk, cu_seqlens, final, warps)
-    solution, residual = prepared.solve(rows(q), max_iter, tol)
-    o = prepared.read(solution, None if add_to is None else rows(add_to), scale, q.dtype, False)
+    prepared = Prepared(k, v, log_decay, gain, ridge, Hkv, Hkk, cu_seqlens, final, tol < ROUGH, warps)
+    add_to = None if add_to is None else rows(add_to)
+    solution, residual, o = prepared.solve(rows(q), max_iter, tol, True, add_to, scale)
     return o, prepared.final[1], prepared.final[0], residual, solution
 
 
-def _unit(x: Tensor) -> Tensor:
-    """The power of two next above all entries, as a tensor."""
-    return x.abs().amax().float().clamp(min=1e-30).log2().ceil().exp2()
+def _unit(*largest: Tensor) -> Tensor:
+    """The power of two next above all of these numbers, as a tensor."""
+    return torch.stack([x.float() for x in largest]).amax().clamp(min=1e-30).log2().ceil().exp2()
+
+
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * factor in `dtype`, in one pass."""
+    return torch.mul(x, factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
 def backward(
@@ -613,40 +679,43 @@ def backward(
     with values k and cotangent -y. That depends on a token's query and cotangent by their product alone, so queries are
     taken at length 1; keys, values, gains and cotangents are scaled below 1: products of float16 numbers lose least so.
     """
-    prepared = Prepared(k, v, log_decay, gain, ridge, Hkv, Hkk, cu_seqlens, False, warps)
-    y, _ = prepared.solve(prepared.read(rows(do), None, scale, solution.dtype, True), max_iter, tol)
+    prepared = Prepared(k, v, log_decay, gain, ridge, Hkv, Hkk, cu_seqlens, False, tol < ROUGH, warps)
+    y, _, _ = prepared.solve(prepared.target(rows(do), scale), max_iter, tol)
     chunks, work, wide = prepared.chunks, prepared.work, solution.dtype
     del prepared
     length = solution.norm(dim=-1, keepdim=True).clamp_min(1e-30)
-    queries = (solution / length).to(work)
-    units = _unit(k), _unit(v), _unit(gain)
-    keys, values, write = (x / unit for x, unit in zip((k, v, gain), units, strict=True))
-    keys, values, write = keys.to(work), values.to(work), write.to(gain.dtype)
+    queries = _times(solution, 1 / length, work)
+    units = [_unit(torch.linalg.vector_norm(x, torch.inf)) for x in (k, v, gain)]
+    keys, values = (_times(x, 1 / unit, work) for x, unit in zip((k, v), units, strict=False))
+    write = (gain / units[2]).to(gain.dtype)
     scalars, N, A = prep.prepare(queries, keys, log_decay, None, write, 1.0, chunks, warps)
     parts = []
-    pairs = (values, units[1], scale * do.to(wide), Hkv, d_Hkv), (keys, units[0], -y, Hkk, d_Hkk)
-    for lines, unit, slopes, start, d_final in pairs:
+    pairs = (values, units[1], do, scale * length, Hkv, d_Hkv), (keys, units[0], y, -length, Hkk, d_Hkk)
+    for lines, unit, slopes, factor, start, d_final in pairs:
         size = units[0] * units[2] * unit  # of the state, over that of the scaled problem
-        slopes = slopes * length
-        largest = slopes.abs().amax()
+        largest = [(torch.linalg.vector_norm(slopes, torch.inf, dim=-1, keepdim=True) * factor).abs().amax()]
         if d_final is not None:
-            largest = torch.maximum(largest, d_final.abs().amax())
+            largest.append(d_final.abs().amax())
         # A sixteenth leaves room for the sum over many tokens.
-        grain = 16 * _unit(largest)
+        grain = 16 * _unit(*largest)
         start = None if start is None else start / size
         d_final = None if d_final is None else d_final.to(wide) / grain
         _, d_key, d_line, d_scalars, first = delta.backward(
-            queries, keys, lines, scalars, N, A, start, cu_seqlens, (slopes / grain).to(work), d_final, 1.0, d_initial,
-            False, warps,
+            queries, keys, lines, scalars, N, A, start, cu_seqlens, _times(slopes, factor / grain, work), d_final, 1.0,
+            d_initial, False, warps,
         )  # fmt: skip
         back = grain * size
+        # One number each, with a dimension: a product of float16 and that is float32.
+        to_key, to_line = ((back / of).to(wide).view(1) for of in (units[0], unit))
         parts.append((
-            d_key.to(wide) * (back / units[0]), d_line.to(wide) * (back / unit), d_scalars[0] * back,
-            d_scalars[2] * (back / units[2]), first * grain,
+            d_key, to_key, d_line, to_line, d_scalars[0] * back, d_scalars[2] * (back / units[2]), first * grain,
         ))  # fmt: skip
-    (key_a, dv, decay_a, gain_a, first_kv), (key_b, key_c, decay_b, gain_b, first_kk) = parts
+    (key_a, to_a, line, to_line, decay_a, gain_a, first_kv) = parts[0]
+    (key_b, to_b, key_c, to_c, decay_b, gain_b, first_kk) = parts[1]
+    dk = torch.addcmul(_times(key_a, to_a, wide), key_b, to_b)
+    dk = torch.addcmul(dk, key_c, to_c, out=torch.empty(dk.shape, dtype=k.dtype, device=k.device))
     if d_initial:
         first_kk = (first_kk + first_kk.mT) / 2
     d_ridge = -(y * solution).sum((0, 1))
     d_scalars = torch.stack([decay_a + decay_b, gain_a + gain_b])
-    return y, (key_a + key_b + key_c).to(k.dtype), dv.to(v.dtype), d_scalars, d_ridge, first_kv, first_kk
+    return y, dk, _times(line, to_line, v.dtype), d_scalars, d_ridge, first_kv, first_kk

@@ -16,7 +16,8 @@ from linearize.mixers.fit import Points, centred_at, fit_readout
 VALA = 1e6  # a Lambda that is as good as infinite
 RIDGES = (0.03, 0.3, 3.0, VALA)  # Lambda as a multiple of the keys' mean variance
 MAX_ITER = 64  # of the conjugate gradients; K of them are exact but for rounding
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # of their relative residual, by the dtype they work in
+# Of their relative residual, by the queries' dtype: half of what rounding a result to bfloat16 takes, for 16 bits.
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-12}
 START_TOLERANCE = 1e-4  # while the start is chosen
 STEP_TOLERANCE = 1e-4  # of a decode step with 16-bit keys, of which it is a small part of the rounding
 
@@ -83,7 +84,7 @@ def read_ridge(
         o, states, _ = mesa(
             *arguments,
             max_iter=MAX_ITER,
-            tol=TOLERANCE[torch.promote_types(query.dtype, torch.float32)],
+            tol=TOLERANCE[query.dtype],
             initial_state=states,
             output_final_state=output_state,
             cu_seqlens=at.cu_seqlens,
