@@ -27,7 +27,7 @@ MAX_SHARED = 232448
 SPILLS = {"step mesa bf16 K=128": 96, "step mesa fp16 K=128": 96}
 WIDE = "bf16 K=96", "bf16 K=128", "fp16 K=96", "fp16 K=128"
 # What a scan with everything asked for spills are addresses, of which it reads three again in each chunk.
-SPILLS |= {f"{scan} {x}": 48 for scan in ("scan out", "reverse") for x in WIDE}
+SPILLS |= {f"{scan} {x}": 24 for scan in ("scan out", "reverse", "whole reverse") for x in WIDE}
 REGISTERS = Path(__file__).with_name("registers.json")  # of every entry that was accepted; 8 more may be used
 SHARED_PER_SM = 233472  # of which each program also takes 1 KB for the system
 POINTER = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
@@ -146,6 +146,7 @@ def entries(quick: bool) -> Iterator[tuple]:
                     tile, warps, stages = (scan.SCAN_ADD if out else scan.STORE)[BK]
                     BV = min(tile, triton.next_power_of_2(V))
                     constants = {**shared, "K": K, "V": V, "BK": BK, "BV": BV, "ADD": out, "INITIAL": True}
+                    constants["LATE"] = out and BK in scan.LATE_SCAN
                     constants |= {"OUT": out, "STORE": not out, "FINAL": out}
                     floats = ("scalars", "initial", "final")
                     absent = packed if out else (*packed, "add_to")
@@ -163,7 +164,7 @@ def entries(quick: bool) -> Iterator[tuple]:
                 tile, warps, stages = scan.REVERSE[BK]
                 BV = min(tile, triton.next_power_of_2(V))
                 constants = {**shared, "K": K, "V": V, "BK": BK, "BV": BV, "D_FINAL": True, "D_INITIAL": True}
-                constants["STORE"] = True
+                constants |= {"STORE": True, "LATE": BK in scan.LATE_REVERSE}
                 floats = ("scalars", "d_final", "d_initial")
                 yield f"reverse {label}", scan.reverse_scan_kernel, dtype, constants, floats, packed, (), warps, stages
                 _, KT, BV, warps, stages = grads.grads_launch(None, K, V, erase, None)

@@ -28,7 +28,7 @@ def scan_kernel(
     i_batch, i_head, i_key, i_value,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ERASE: tl.constexpr, ADD: tl.constexpr, INITIAL: tl.constexpr, OUT: tl.constexpr, STORE: tl.constexpr,
-    FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    FINAL: tl.constexpr, VARLEN: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(V, BV)
     line = tl.program_id(0) // tiles
@@ -91,16 +91,25 @@ def scan_kernel(
             tl.store(Y + place * C * V + row[:, None] * V + value[None, :], y.to(keys.dtype), mask=in_value[None, :])
         S = kept * S + dot(tl.trans(keys), (late[:, None] * y).to(keys.dtype), PRECISION, ACC)
         if OUT:
-            queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
-            out = (scale * reach)[:, None] * dot(queries, half, PRECISION, ACC)
             written = y.to(keys.dtype)
             if ADD:
                 extra = tl.load(add_to + row[:, None] * a_token + value[None, :], mask=tile_v, other=0.0)
-                # Never true. The compiler fetches ahead what a product may take, and each step would wait for the rest.
-                written = tl.where(T < 0, extra, written)
-            out += dot(tl.load(A + place * C * C + square), written, PRECISION, ACC)
-            if ADD:
-                out += extra.to(ACC)
+                if keys.dtype.primitive_bitwidth == 16:  # There is no room for more of float32.
+                    # Never true. The compiler fetches ahead what a product may take, and a step waits for the rest.
+                    written = tl.where(T < 0, extra, written)
+            if LATE:
+                out = dot(tl.load(A + place * C * C + square), written, PRECISION, ACC)
+                if ADD:
+                    out += extra.to(ACC)
+                if T > 0:  # Always true. What is loaded under a condition is not fetched ahead.
+                    queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
+                    out += (scale * reach)[:, None] * dot(queries, half, PRECISION, ACC)
+            else:
+                queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
+                out = (scale * reach)[:, None] * dot(queries, half, PRECISION, ACC)
+                out += dot(tl.load(A + place * C * C + square), written, PRECISION, ACC)
+                if ADD:
+                    out += extra.to(ACC)
             tl.store(o + row[:, None] * (H * V) + value[None, :], out.to(keys.dtype), mask=tile_v)
         write = next_write
         reach = next_reach
@@ -125,7 +134,7 @@ def reverse_scan_kernel(
     q_batch, q_token, q_head, k_batch, k_token, k_head, o_batch, o_token, o_head,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ERASE: tl.constexpr, D_FINAL: tl.constexpr, D_INITIAL: tl.constexpr, STORE: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr, ACC: tl.constexpr,
+    LATE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(V, BV)
     line = tl.program_id(0) // tiles
@@ -168,13 +177,16 @@ def reverse_scan_kernel(
         next_erase = tl.load(gates + 6 * C + row, mask=more & ERASE, other=0.0)
         next_kept = tl.load(gates + 5 * C - 1, mask=more, other=0.0)
         keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
-        queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
+        if not LATE:
+            queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
         d_out = tl.load(do + row[:, None] * o_token + value[None, :], mask=tile_v, other=0.0)
         half = dS.to(keys.dtype)
         if STORE:
             tl.store(d_states + place * K * V + key[:, None] * V + value[None, :], half, mask=in_state)
         grown = ((scale * reach)[:, None] * d_out.to(ACC)).to(keys.dtype)
-        dS = kept * dS + dot(tl.trans(queries), grown, PRECISION, ACC)
+        dS = kept * dS
+        if not LATE:
+            dS += dot(tl.trans(queries), grown, PRECISION, ACC)
         f = late[:, None] * dot(keys, half, PRECISION, ACC)
         f += dot(tl.trans(tl.load(A + place * C * C + square)), d_out, PRECISION, ACC)
         if ERASE:
@@ -182,6 +194,10 @@ def reverse_scan_kernel(
         if STORE:
             cotangent = F + place * C * V + row[:, None] * V + value[None, :]
             tl.store(cotangent, f.to(keys.dtype), mask=in_value[None, :])
+        if LATE:
+            if T > 0:  # Always true, as in `scan_kernel`.
+                queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
+                dS += dot(tl.trans(queries), grown, PRECISION, ACC)
         if ERASE:
             lost = (-erase[:, None] * f).to(keys.dtype)
             dS += dot(tl.trans(keys), lost, PRECISION, ACC)
@@ -206,6 +222,10 @@ REVERSE = {32: (32, 4, 1), 64: (32, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
 # and 1.9 us instead of 2.5, 1.7 and 2.3 (H200, 128 dims, one program on each multiprocessor).
 NARROW = {128: (32, 4, 3)}
 AT_ONCE = 132
+# Keys of the tables whose queries are loaded where they are used and not a chunk ahead, where programs do not all run
+# at once: with two stages at 128 dims that leaves room for a second program on each multiprocessor.
+LATE_SCAN: set[int] = set()
+LATE_REVERSE: set[int] = set()
 
 
 def programs(table: dict, keys: int, values: int, lines: int) -> tuple[int, tuple[int, int, int]]:
@@ -254,7 +274,8 @@ def scan(
         *((0, 0, 0, 0) if initial is None else initial.stride()),
         K=key_dim, V=value_dim, BK=padded, BV=tile, C=CHUNK, ERASE=N.numel() > 0, ADD=add_to is not None,
         INITIAL=initial is not None, OUT=read, STORE=recompute, FINAL=final, VARLEN=chunks.packed,
-        PRECISION=precision(q.dtype), ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages,
+        LATE=read and padded in LATE_SCAN and count > AT_ONCE, PRECISION=precision(q.dtype), ACC=accumulator(q.dtype),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return (states, written) if recompute else (o, last)
 
@@ -279,7 +300,7 @@ def reverse_scan(
         tokens, chunks.per_row, heads, heads // q.shape[2], heads // k.shape[2], scale,
         *strides(q), *strides(k), *strides(do),
         K=key_dim, V=value_dim, BK=padded, BV=tile, C=CHUNK, ERASE=N.numel() > 0, D_FINAL=d_final is not None,
-        D_INITIAL=d_initial, STORE=store, VARLEN=chunks.packed, PRECISION=precision(q.dtype),
-        ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages,
+        D_INITIAL=d_initial, STORE=store, VARLEN=chunks.packed, LATE=padded in LATE_REVERSE and count > AT_ONCE,
+        PRECISION=precision(q.dtype), ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return d_states, F, first

@@ -246,3 +246,12 @@ else:
         assert selfcheck._copies(32, 32) == [1, 3]
         errors = selfcheck.measure(32, 32, torch.float32, False, torch.device("cpu"), None)
         assert selfcheck.passes(errors, torch.float32)
+
+    def test_queries_that_are_not_fetched_ahead(monkeypatch):
+        from linearize_kernels import scan, selfcheck
+
+        monkeypatch.setattr(scan, "AT_ONCE", 0)
+        monkeypatch.setattr(scan, "LATE_SCAN", {32})
+        monkeypatch.setattr(scan, "LATE_REVERSE", {32})
+        errors = selfcheck.measure(32, 32, torch.float32, True, torch.device("cpu"), None)
+        assert selfcheck.passes(errors, torch.float32)
