@@ -26,8 +26,11 @@ MAX_SHARED = 232448
 # Bytes: one step of MesaNet has two matrices of 128x128 in flight, and where it solves directly some vectors spill.
 SPILLS = {"step mesa bf16 K=128": 96, "step mesa fp16 K=128": 96}
 WIDE = "bf16 K=96", "bf16 K=128", "fp16 K=96", "fp16 K=128"
-# What a scan with everything asked for spills are addresses, of which it reads three again in each chunk.
-SPILLS |= {f"{scan} {x}": 24 for scan in ("scan out", "reverse", "whole reverse") for x in WIDE}
+# What a scan with everything asked for spills are addresses, of which it reads three again in each chunk. Two programs
+# on a multiprocessor are worth more than that.
+SCANS = [f"{part} scan{kind}" for part in ("whole", "cut") for kind in ("", " add")]
+SCANS += ["scan out", "reverse", "whole reverse", "cut reverse", "cut reverse alone"]
+SPILLS |= {f"{scan} {x}": 80 for scan in SCANS for x in WIDE}
 REGISTERS = Path(__file__).with_name("registers.json")  # of every entry that was accepted; 8 more may be used
 SHARED_PER_SM = 233472  # of which each program also takes 1 KB for the system
 POINTER = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}

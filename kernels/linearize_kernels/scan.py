@@ -214,18 +214,19 @@ def reverse_scan_kernel(
 
 
 # K rounded up to a power of two -> (largest tile of values, warps, stages): read-out, recomputation, reverse pass.
-SCAN = {32: (32, 4, 2), 64: (32, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
+SCAN = {32: (32, 4, 2), 64: (32, 4, 3), 128: (64, 4, 2), 256: (32, 8, 2)}
 SCAN_ADD = {**SCAN, 64: (32, 4, 2)}  # with add_to a third stage leaves no room for a second program
 STORE = {32: (32, 4, 2), 64: (32, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
-REVERSE = {32: (32, 4, 1), 64: (32, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
+REVERSE = {32: (32, 4, 1), 64: (32, 4, 3), 128: (64, 4, 2), 256: (32, 8, 2)}
 # The same for all three where so many programs of a narrower tile still run at once. A step of a chunk takes 1.6, 1.3
 # and 1.9 us instead of 2.5, 1.7 and 2.3 (H200, 128 dims, one program on each multiprocessor).
 NARROW = {128: (32, 4, 3)}
 AT_ONCE = 132
 # Keys of the tables whose queries are loaded where they are used and not a chunk ahead, where programs do not all run
-# at once: with two stages at 128 dims that leaves room for a second program on each multiprocessor.
-LATE_SCAN: set[int] = set()
-LATE_REVERSE: set[int] = set()
+# at once: with two stages at 128 dims that leaves room for a second program on each multiprocessor (H200, 2^19
+# token-heads: .30, with add_to .34, and backwards .35 ms; with three stages and early queries .36, .40 and .37).
+LATE_SCAN = {128}
+LATE_REVERSE = {128}
 
 
 def programs(table: dict, keys: int, values: int, lines: int) -> tuple[int, tuple[int, int, int]]:
