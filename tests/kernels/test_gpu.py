@@ -22,9 +22,9 @@ def test_decode_steps():
     assert max(gpu_check.check_decode().values()) < 6e-3
 
 
-def test_steps_of_centred_mixers_and_mesanet():
-    beyond = {name: value for name, value in gpu_check.check_operator_steps().items() if not value < 1.2e-2}
-    assert not beyond
+@pytest.mark.parametrize("case", gpu_check.step_cases(), ids=str)
+def test_steps_of_centred_mixers_and_mesanet(case):
+    assert not {name: value for name, value in gpu_check.step_errors(case).items() if not value < 1.2e-2}
 
 
 def test_runs_are_bitwise_equal():
