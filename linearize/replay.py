@@ -17,7 +17,7 @@ class Replay:
     """``run`` as it is, or on a GPU, from the third call with the same shapes on, as one launch.
 
     run only enqueues work: nothing comes to the host, and shapes follow from the shapes of the arguments. Its results
-    are overwritten by the next call. Gradients that it adds up must exist when it is captured and stay where they are:
+    are overwritten by the next call, whatever its shapes. Gradients that it adds up must exist when it is captured and stay where they are:
     clear them with ``set_to_none=False``, or call :meth:`forget`. Where capture fails, with a warning, run is called as
     it is.
 
@@ -34,6 +34,7 @@ class Replay:
         """Drop all graphs."""
         self.seen: Counter = Counter()
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Tensor], Any]] = {}
+        self.pool = None
 
     def __call__(self, *args) -> Any:
         leaves, layout = tree_flatten(args)
@@ -75,6 +76,8 @@ class Replay:
         fixed = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             result = self.run(*tree_unflatten(fixed, layout))
+        # One memory for all: they never run at the same time, and nobody keeps a result beyond the next call.
+        self.pool = self.pool or graph.pool()
         return graph, [x for x in fixed if isinstance(x, Tensor)], result
