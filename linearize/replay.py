@@ -17,9 +17,9 @@ class Replay:
     """``run`` as it is, or on a GPU, from the third call with the same shapes on, as one launch.
 
     run only enqueues work: nothing comes to the host, and shapes follow from the shapes of the arguments. Its results
-    are overwritten by the next call, whatever its shapes. Gradients that it adds up must exist when it is captured and stay where they are:
-    clear them with ``set_to_none=False``, or call :meth:`forget`. Where capture fails, with a warning, run is called as
-    it is.
+    are overwritten by the next call, whatever its shapes. Gradients that it adds up must exist when it is captured and
+    stay where they are: clear them with ``set_to_none=False``, or call :meth:`forget`. Where capture fails, with a
+    warning, run is called as it is.
 
     Arguments are tensors, numbers, None, and lists, tuples and dicts of them; tensors are copied to fixed places.
     """
@@ -46,9 +46,11 @@ class Replay:
             self.seen[key] += 1
             if self.seen[key] <= WARM:
                 return self._aside(args)
+            stream = torch.cuda.current_stream()
             try:
                 self.graphs[key] = self._capture(leaves, layout)
             except RuntimeError as error:
+                torch.cuda.set_stream(stream)  # what ends a capture may raise before it has put the stream back
                 torch.cuda.synchronize()
                 self.enabled = False
                 self.forget()
