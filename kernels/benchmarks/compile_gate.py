@@ -178,6 +178,7 @@ def entries(quick: bool) -> Iterator[tuple]:
         yield from mesa_entries(dtype, shapes)
         yield from divergence_entries(dtype)
         yield from mean_entries(dtype, shapes)
+        yield from uneven_mean_entries(dtype)
         yield from readout_entries(dtype, shapes)
 
 
@@ -330,6 +331,34 @@ def mean_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
         for name, constants in walks:
             fn = centring.centre_grads_kernel
             yield f"{name} {label}", fn, dtype, constants, floats, packed, (), centring.WALK, 1
+
+
+def uneven_mean_entries(dtype: str) -> Iterator[tuple]:
+    """The running means as they are launched for keys and values of different widths; and of values alone, centred."""
+    import torch
+    from linearize_kernels import centring
+
+    row_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    tokens, heads = 300, 2
+    shares, skips = torch.zeros(1, heads, tokens), torch.zeros(5, heads, dtype=torch.int32)
+    per_head = torch.zeros(heads)
+    for K, V in ((64, 128), (128, 64), (50, 100), (0, 128)):
+        k, v = (torch.zeros(1, tokens, heads, dim, dtype=row_type) if dim else None for dim in (K, V))
+        means = torch.zeros(1, heads, K + V)
+        entering, totals = torch.zeros(5, heads, K + V), torch.zeros(5, heads)
+        forward = functools.partial(
+            centring.forward, k, v, shares, skips, means, None, weights=per_head, add_to=v,
+            strength=shares if K else None, balance=per_head if K else None,
+        )  # fmt: skip
+        backward = functools.partial(
+            centring.backward, k, v, shares, skips, None, v if k is None else k, v, entering, totals, means, k, v, v,
+            shares if K else None, means, True, weights=per_head, factors=shares, d_odds=shares if K else None,
+        )  # fmt: skip
+        for call in (forward, backward):
+            for fn, launch in all_recorded(call):
+                name = fn.__name__.removesuffix("_kernel").replace("_", " ")
+                name = f"{'reverse ' * launch.options.get('REVERSE', False)}{name}"
+                yield f"uneven {name} {dtype} K={K} V={V}", fn, dtype, launch
 
 
 def readout_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:

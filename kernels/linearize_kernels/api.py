@@ -23,6 +23,9 @@ from torch import Tensor
 from . import reference
 
 MAX_STEP = 8
+# Dims of a head up to which the kernels run unasked. With 256 dims the launches on eight warps faulted on an H200
+# ("illegal memory access"), in a way that neither the interpreter nor the compiled code has explained yet.
+WIDEST = 128
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -35,18 +38,18 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def uses_kernels(x: Tensor) -> bool:
-    """Whether the Triton kernels serve tensors like `x`, by LINEARIZE_KERNELS.
+def uses_kernels(x: Tensor, *dims: int) -> bool:
+    """Whether the Triton kernels serve tensors like `x`, of heads of `dims` (keys, values), by LINEARIZE_KERNELS.
 
-    auto (default): on a GPU, unless the tensors are float64 or Triton is missing. reference: never; the torch forms
-    run on every device. triton: always; on a CPU that needs TRITON_INTERPRET=1.
+    auto (default): on a GPU, unless the tensors are float64, a head has more than `WIDEST` dims or Triton is missing.
+    reference: never; the torch forms run on every device. triton: always; on a CPU that needs TRITON_INTERPRET=1.
     """
     choice = os.environ.get("LINEARIZE_KERNELS", "auto")
     if choice not in ("auto", "reference", "triton"):
         _fail("LINEARIZE_KERNELS", choice, "set it to auto, reference or triton")
     if choice != "auto":
         return choice == "triton"
-    if not x.is_cuda or x.dtype == torch.float64:
+    if not x.is_cuda or x.dtype == torch.float64 or max(dims, default=0) > WIDEST:
         return False
     if not _has_triton():
         warnings.warn("Triton is not installed: sequence mixers run as slower torch operators", stacklevel=3)
@@ -114,7 +117,7 @@ def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_fin
     _check_state("initial_state", initial_state, (sequences, heads, k.shape[-1], v.shape[-1]))
     _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    if tokens and uses_kernels(q):
+    if tokens and uses_kernels(q, k.shape[-1], v.shape[-1]):
         from .ops import delta_fwd
         from .split import piece_length
 
@@ -229,7 +232,7 @@ def mesa(
     Hkv, Hkk = initial_state if initial_state is not None else (None, None)
     _check_state("initial_state[0]", Hkv, (sequences, heads, key_dim, v.shape[-1]))
     _check_state("initial_state[1]", Hkk, (sequences, heads, key_dim, key_dim))
-    if tokens and uses_kernels(q):
+    if tokens and uses_kernels(q, k.shape[-1], v.shape[-1]):
         from .ops import mesa_fwd
         from .ridge import serves
 
@@ -321,7 +324,7 @@ def centre(
     if initial_mean is not None:
         _check_state("initial_mean[0]", initial_mean[0], (sequences, heads, k.shape[-1]))
         _check_state("initial_mean[1]", initial_mean[1], (sequences, heads, v.shape[-1]))
-    if not (tokens and uses_kernels(k)):
+    if not (tokens and uses_kernels(k, k.shape[-1], v.shape[-1])):
         return reference.chunk_centre(k, v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
     if k.dtype != v.dtype:
         _fail("k and v must share one dtype", (k.dtype, v.dtype), "cast them alike")
@@ -348,7 +351,7 @@ def running_mean(
     batch, tokens, heads = log_write.shape
     _check_rows("v", v, batch, tokens, heads)
     _check_state("initial_mean", initial_mean, (sequences, heads, v.shape[-1]))
-    if not (tokens and uses_kernels(v)):
+    if not (tokens and uses_kernels(v, v.shape[-1])):
         return reference.chunk_running_mean(v, log_write, log_forget, lZ, initial_mean, cu_seqlens)
     from .ops import centre_fwd
 
@@ -411,7 +414,7 @@ def readout(
         add_scale = None
     tail, first = tail if size > 1 else None, None if sink is None else first
     arguments = v, log_write, log_forget, lZ, scales, taps, sink, add_to, add_scale, initial_mean, tail, first
-    if not (tokens and uses_kernels(v)):
+    if not (tokens and uses_kernels(v, v.shape[-1])):
         return reference.readout(*arguments, cu_seqlens)
     from .ops import readout_fwd
 
@@ -450,7 +453,7 @@ def _delta_rule_step(q, k, v, log_decay, beta, gain, scale, state, add_to, in_pl
     _check_state("state", state, (batch, heads, k.shape[-1], v.shape[-1]))
     _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    if uses_kernels(q):
+    if uses_kernels(q, k.shape[-1], v.shape[-1]):
         from .ops import delta_step
 
         _check_kernel_dims(k.shape[-1])
@@ -541,7 +544,7 @@ def mesa_step(
     _check_state("state[1]", state[1], (batch, heads, k.shape[-1], k.shape[-1]))
     _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
     _check_state("preconditioner", preconditioner, (batch, heads, k.shape[-1], k.shape[-1]))
-    if uses_kernels(q):
+    if uses_kernels(q, k.shape[-1], v.shape[-1]):
         from .ops import mesa_step as step
         from .ridge import MAX_KEY_DIM
 
@@ -644,7 +647,7 @@ def _centred(
     _check_centred(q, k, v, log_write, log_forget, *gates, read_mean, initial_state, sequences)
     memory, key_mean, value_mean, start = initial_state if initial_state is not None else (None,) * 4
     means = None if initial_state is None else (key_mean, value_mean)
-    if log_write.shape[1] and uses_kernels(q):
+    if log_write.shape[1] and uses_kernels(q, k.shape[-1], v.shape[-1]):
         from .ops import centred_fwd
 
         if k.dtype != v.dtype:
@@ -797,7 +800,7 @@ def _centred_step(
     _check_centred(q, k, v, log_write, log_forget, *gates, read_mean, state, batch)
     _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
     state = (*state, *_check_scales(time_scales, v, log_write))
-    if uses_kernels(q):
+    if uses_kernels(q, k.shape[-1], v.shape[-1]):
         from .ops import centred_step
 
         _check_kernel_dims(k.shape[-1])
@@ -961,7 +964,7 @@ def centred_mesa_step(
         q, k, v, log_write, log_forget, log_exponent, logit, None, read_mean, (memory, *statistics), batch
     )  # fmt: skip
     statistics = (*statistics, *_check_scales(time_scales, v, log_write))
-    if uses_kernels(q):
+    if uses_kernels(q, k.shape[-1], v.shape[-1]):
         from .ops import centre_step as launch
 
         _check_kernel_dims(k.shape[-1])

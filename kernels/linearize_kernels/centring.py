@@ -408,8 +408,9 @@ def backward(
     size = tokens, chunks.per_row, heads
     local = torch.empty_like(entering)
     slopes_kernel[(chunks.count * heads * (1 if k is None else 2),)](
-        d_keys, keys, d_lengths, d_values, d_means, weights, shares, skips, local, *tables, *size,
-        num_warps=SUMS, **constants,
+        # Without keys their branch never runs, but compiles.
+        keys if d_keys is None else d_keys, keys, d_lengths, d_values, d_means, weights, shares, skips, local, *tables,
+        *size, num_warps=SUMS, **constants,
     )  # fmt: skip
     leaving, first = carry(local, totals, chunks, d_final, final=d_initial, reverse=True)
     dk = keys.new_empty(keys.shape)

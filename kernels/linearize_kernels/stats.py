@@ -139,14 +139,15 @@ def slopes_kernel(
     place = tl.cast(chunk, tl.int64) * H + head
     at = (batch * T + first) * H + head
     local += place * (K + V)
-    # As in `sums_kernel`, all loads come first.
+    # As in `sums_kernel`, all loads come first. Tiles have names of their own in each branch: one name in both has one
+    # type, which keys and values of different widths do not have.
     if part < PARTS - 1:
-        slopes = load_rows(d_keys + at * K, row, real, H * K, K, BK)
+        d_rows = load_rows(d_keys + at * K, row, real, H * K, K, BK)
         if LENGTHS:
             gaps = load_rows(keys + at * K, row, real, H * K, K, BK)
             twice = 2.0 * tl.load(d_lengths + (batch * H + head) * T + first + row, mask=real, other=0.0)
         reach, shown = reaching(shares, tl.load(skips + place), row, real)
-        keyed = shown[:, None] * slopes.to(ACC)
+        keyed = shown[:, None] * d_rows.to(ACC)
         if LENGTHS:
             keyed += (shown * twice)[:, None] * gaps.to(ACC)
         tl.store(local + tl.arange(0, BK), tl.sum(keyed, axis=0), mask=tl.arange(0, BK) < K)

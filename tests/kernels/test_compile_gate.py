@@ -18,6 +18,8 @@ CHOSEN = (
     "reverse bf16 K=128 V=128",
     "grads bf16 K=64 V=64",
     "gates grads",
+    "uneven slopes bf16 K=64 V=128",
+    "uneven slopes bf16 K=0 V=128",
     "step centred alone bf16 K=128 V=128",
 )
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from linearize_kernels import api
 from linearize_kernels.api import uses_kernels
 
 
@@ -30,6 +31,35 @@ def test_the_environment_switch(monkeypatch):
     monkeypatch.setenv("LINEARIZE_KERNELS", "fast")
     with pytest.raises(ValueError, match="auto, reference or triton"):
         uses_kernels(x)
+
+
+def test_wide_heads_take_the_torch_form_unless_asked(monkeypatch):
+    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    monkeypatch.delenv("LINEARIZE_KERNELS", raising=False)
+    assert uses_kernels(x, 128, 128)
+    for dims in ((256, 256), (64, 256), (129, 64)):
+        assert not uses_kernels(x, *dims)
+    monkeypatch.setenv("LINEARIZE_KERNELS", "triton")
+    assert uses_kernels(x, 256, 256)
+
+
+def test_operators_tell_the_dims_of_their_heads(monkeypatch):
+    asked, rows, gate = [], torch.zeros(1, 1, 2, 256), torch.zeros(1, 1, 2)
+    monkeypatch.setattr(api, "uses_kernels", lambda x, *dims: asked.append(dims) or False)
+    for call in (
+        lambda: api.gated_delta(rows, rows, rows, gate, gate),
+        lambda: api.linear_attn(rows, rows, rows, gate, gate),
+        lambda: api.mesa(rows, rows, rows, gate, gate, torch.ones(2, 256)),
+        lambda: api.centre(rows, rows, gate, gate, gate),
+        lambda: api.centred_linear_attn(rows, rows, rows, gate, gate, gate, gate),
+        lambda: api.gated_delta_step(rows, rows, rows, gate, gate, state=torch.zeros(1, 2, 256, 256)),
+    ):
+        asked.clear()
+        call()
+        assert asked[0] == (256, 256)
+    asked.clear()
+    api.running_mean(rows, gate, gate, gate)
+    assert asked == [(256,)]
 
 
 def test_no_module_hides_an_operator():
