@@ -22,7 +22,7 @@ if not INSIDE:
         environment = {**os.environ, "TRITON_INTERPRET": "1", "LINEARIZE_KERNELS": "triton"}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         here = Path(__file__).parent
-        files = __file__, here / "interpreted_mesa.py", here / "interpreted_centred.py"
+        files = [__file__, *sorted(here.glob("interpreted_*.py"))]
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, files)]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
         assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
