@@ -31,6 +31,12 @@ def test_launch_compiles_for_hopper(name):
     assert compile_gate.verdict(compile_gate.check(*launch), launch[1]) is None
 
 
+def test_no_table_of_gradients_has_the_tile_that_was_wrong_on_an_h200():
+    from linearize_kernels import grads
+
+    assert all(launch[:2] != (32, 64) for launch in grads.GRADS.values())
+
+
 def test_the_verdict_refuses_spills_and_register_operands():
     fine = {"register_a": 0, "stack": 0, "shared": 1024, "registers": 100}
     assert compile_gate.verdict(fine, "bf16") is None
