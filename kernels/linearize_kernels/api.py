@@ -23,7 +23,7 @@ from torch import Tensor
 from . import reference
 
 MAX_STEP = 8
-# Dims of a head up to which the kernels run unasked. A launch for 256 dims faulted on an H200 ("illegal memory access");
+# Dims of a head up to which the kernels run unasked. A launch for 256 dims made an illegal memory access on an H200;
 # the interpreter finds neither a wrong index nor a read of unwritten memory, so the cause is not known.
 WIDEST = 128
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
