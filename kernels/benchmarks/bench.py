@@ -259,7 +259,7 @@ def problem(case: dict, device: str) -> tuple[Callable, list[Tensor], Tensor]:
             lambda k, v, w, f: ops.centre(k, v, w, f, ops.log_norm(w, f))[1:3],
             [k, v, write, decay],
         ),
-        "mesa": (lambda *x: ops.mesa(*x, max_iter=30, tol=2e-3), [q, k, v, decay, beta, ridge]),
+        "mesa": (lambda *x: ops.mesa(*x, max_iter=30, tol=4e-3), [q, k, v, decay, beta, ridge]),
         "delta step": (lambda *x: ops.gated_delta_step(*x, state=memory), [q, k, v, decay, beta]),
         "centred step": (
             lambda *x: ops.centred_gated_delta_step(

@@ -45,7 +45,9 @@ from .common import (
     strides,
 )
 
-ROUGH = 2e-3  # tolerance from which on Hkk is one float16 number: what that changes is what is tolerated
+# Tolerance from which on Hkk is one float16 number, and so is the solution: their rounding leaves a residual of up to
+# about .003.
+ROUGH = 4e-3
 MAX_KEY_DIM = 128  # a state of 256 dims, as two float16 numbers, does not fit the shared memory of a multiprocessor
 # Rows of per-chunk scalars: g / log 2 in two parts, gain, exp(g), exp(g_last - g) gain.
 GATES: tl.constexpr = tl.constexpr(5)

@@ -1,7 +1,7 @@
 """The Triton kernels in the interpreter, against the float64 torch forms.
 
 The interpreter has to be switched on before Triton is imported, so the cases below and those of interpreted_*.py run in
-a process of their own, started by the one test that an ordinary run collects.
+processes of their own, started by the tests that an ordinary run collects.
 """
 
 import math
@@ -17,14 +17,15 @@ INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 
 if not INSIDE:
 
-    def test_kernels_in_the_interpreter():
+    CASES = [Path(__file__), *sorted(Path(__file__).parent.glob("interpreted_*.py"))]
+
+    @pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
+    def test_kernels_in_the_interpreter(cases):
         pytest.importorskip("triton")
         environment = {**os.environ, "TRITON_INTERPRET": "1", "LINEARIZE_KERNELS": "triton"}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        here = Path(__file__).parent
-        files = [__file__, *sorted(here.glob("interpreted_*.py"))]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, files)]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cases.parent)
         assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 else:
