@@ -29,7 +29,8 @@ RECIPE_FLAGS = """
     --align-order --align-cache-bytes --align-cache-dtype
     --distill-tokens --distill-context --distill-batch-tokens --distill-micro-tokens --distill-lr --distill-lr-mixer
     --distill-lr-end --distill-warmup --distill-train --distill-temperature --distill-ema --distill-checkpointing
-    --no-distill-checkpointing --distill-top-k --distill-cache --distill-shard --distill-save-minutes
+    --no-distill-checkpointing --distill-compile --no-distill-compile
+    --distill-top-k --distill-cache --distill-shard --distill-save-minutes
     --distill-save-steps --distill-long-tokens --distill-long-context --distill-long-lr
     --data --data-column --data-self-temperature --data-self-batch --heldout-tokens --sample
     --device --dtype --seed --log-to --max-shard-size --overwrite --json --quiet -q --verbose -v

@@ -81,8 +81,8 @@ if not INSIDE:
         pytest.importorskip("triton")
         from linearize_kernels import scan, selfcheck
 
-        for lines, dim, tile, count in ((16, 128, 32, 64), (33, 128, 32, 132), (34, 128, 64, 68), (128, 128, 64, 256)):
-            assert scan.programs(scan.SCAN, dim, dim, lines) == (count, (tile, 4, 3))
+        for lines, tile, stages, count in ((16, 32, 3, 64), (33, 32, 3, 132), (34, 64, 2, 68), (128, 64, 2, 256)):
+            assert scan.programs(scan.SCAN, 128, 128, lines) == (count, (tile, 4, stages))
         assert scan.programs(scan.SCAN, 96, 40, 30) == (60, (32, 4, 3))
         assert scan.programs(scan.REVERSE, 128, 16, 30) == (30, (16, 4, 3))
         # Both are what the self-check runs.
