@@ -62,6 +62,7 @@ def align_layer(
     optimizer = torch.optim.AdamW(parameters.values(), lr=options.lr, betas=BETAS, weight_decay=0.0, fused=fused)
     losses = []
 
+    @Replay
     def descend(x: Tensor, target: Tensor, kwargs: dict) -> Tensor:
         with half_precision(x.device):
             output, _ = mixed(x, **kwargs)
@@ -69,7 +70,6 @@ def align_layer(
         loss.backward()
         return loss.detach()
 
-    descend = Replay(descend)
     for step in range(count):
         batch = next(steps)
         for group in optimizer.param_groups:

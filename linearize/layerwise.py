@@ -280,12 +280,12 @@ class Layerwise:
         generator = torch.Generator().manual_seed(self.recipe.run.seed * 100_003 + i)
         order = torch.empty(0, dtype=torch.long)
 
+        @Replay
         def look(hidden: Tensor, kwargs: dict) -> tuple[Tensor, Tensor]:
             with half_precision(self.here.device):
                 _, seen = observe(layer, hidden, kwargs, attention_only=True)
             return seen.x, seen.output
 
-        look = Replay(look)
         while True:
             while len(order) < rows:
                 order = torch.cat([order, torch.randperm(len(stream.rows), generator=generator)])

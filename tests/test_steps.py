@@ -12,7 +12,7 @@ from torch import Tensor
 from linearize.mixers import MIXERS, MesaNet
 from linearize.mixers import mesanet as mesanet_module
 
-STEPPING = [kind for kind in CENTRED if MIXERS[kind].steps]
+STEPPING = [kind for kind in CENTRED if MIXERS[kind].stepper]
 LEFT = torch.tensor([[True] * 40, [False] * 17 + [True] * 23, [False] * 40])  # the last row has seen nothing
 
 
@@ -128,9 +128,11 @@ def test_the_inverse_of_an_earlier_token_is_a_state(kind, monkeypatch):
     mixer = random_mixer(kind)
     batch, state = prefill(mixer)
     assert state["preconditioner"].shape == state["key_memory"].shape and not state["preconditioner"].any()
-    given, name = [], "centred_mesa_step" if kind == "mesanet" else "mesa_step"
-    step = getattr(mesanet_module, name)
-    monkeypatch.setattr(mesanet_module, name, lambda *a, **o: (given.append(o["preconditioner"]), step(*a, **o))[1])
+    given = []
+    place, name = (MesaNet, "stepper") if kind == "mesanet" else (mesanet_module, "mesa_step")
+    step = getattr(place, name)
+    spied = lambda *a, **o: (given.append(o["preconditioner"]), step(*a, **o))[1]  # noqa: E731
+    monkeypatch.setattr(place, name, staticmethod(spied) if place is MesaNet else spied)
     with torch.no_grad():
         for t in (40, 41):
             token = batch.map(lambda x, t=t: x[:, t : t + 1])
@@ -142,10 +144,11 @@ def test_the_inverse_of_an_earlier_token_is_a_state(kind, monkeypatch):
 def test_when_a_step_is_taken(kind, monkeypatch):
     taken = []
     cls = MIXERS[kind]
-    full = "whole" if cls.wholes else "remember"
+    full = "operator" if cls.operator else "remember"
     for name in ("step", full):
-        method = getattr(cls, name)
-        monkeypatch.setattr(cls, name, lambda *a, f=method, n=name, **o: (taken.append(n), f(*a, **o))[1])
+        method, kind_of = getattr(cls, name), staticmethod if name == "operator" else lambda f: f
+        spied = lambda *a, f=method, n=name, **o: (taken.append(n), f(*a, **o))[1]  # noqa: E731
+        monkeypatch.setattr(cls, name, kind_of(spied))
     mixer = random_mixer(kind)
     batch, state = prefill(mixer)
     taken.clear()

@@ -1,5 +1,6 @@
 """Mixers that are the zeroth order of the expansion plus a memory of centred keys and values (derivation.md §2-§7)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,7 +63,7 @@ class CentredMixer(Mixer):
     """Zeroth-order readout plus what a memory of centred keys and values answers to q - r.
 
     A subclass names the gates of its memory and implements :meth:`remember` and :meth:`memory_bytes`; where the kernels
-    have all of it as one operator, :meth:`whole` in place of :meth:`remember`, and :meth:`step`.
+    have all of it as one operator, it names that and its step in place of :meth:`remember`, with :meth:`arguments`.
 
     Options: ``taps`` (J values v_t .. v_{t-J+1}), ``time_scales`` (M extra running means).
 
@@ -73,8 +74,9 @@ class CentredMixer(Mixer):
     """
 
     memory_gates: ClassVar[int]
-    steps: ClassVar[bool] = False  # whether it has a :meth:`step`
-    wholes: ClassVar[bool] = False  # whether it has a :meth:`whole`
+    # The whole mixer as one operator of the kernels, with gradients, and as one of their steps, where there are such.
+    operator: ClassVar[Callable | None] = None
+    stepper: ClassVar[Callable | None] = None
     memories: ClassVar[tuple[str, ...]] = ("memory",)  # names of the memory's own states, in the order a step has them
     dense_keys: ClassVar[bool] = False  # whether "memory" is kept with K dense, as the kernels' steps read it fastest
 
@@ -129,7 +131,7 @@ class CentredMixer(Mixer):
         """
         raise NotImplementedError
 
-    def whole(
+    def arguments(
         self,
         gap: Tensor,
         k: Tensor,
@@ -137,32 +139,21 @@ class CentredMixer(Mixer):
         writes: tuple[Tensor, Tensor],
         gates: list[Tensor],
         scale: float,
-        **shared,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The whole mixer by one of the kernels' operators, with gradients; arguments as those of :meth:`step`, packed.
-
-        Returns o [B, T, H, V], packed, and the states ``memories`` and STATISTICS, or None where none are asked for.
-        """
-        raise NotImplementedError
-
-    def step(
-        self,
-        gap: Tensor,
-        k: Tensor,
-        v: Tensor,
-        writes: tuple[Tensor, Tensor],
-        gates: list[Tensor],
-        scale: float,
-        **shared,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The whole mixer for the next 1 to MAX_STEP tokens, without gradients, by one of the kernels' steps.
+    ) -> tuple[Tensor, ...]:
+        """What :attr:`operator` and :attr:`stepper` take, up to their keyword arguments.
 
         gap: [B, T, H, K], q - r. k: [B, T, Hk, K] and v: [B, T, Hk, V], as they are. writes: log write weight and log
-        forgetting, [B, T, H]. gates: as :meth:`remember` has them. shared: further arguments of the kernels' steps.
-        Returns o [B, T, H, V] and the states ``memories``, STATISTICS and SLOW. Those before are left as they are, but
-        for one that only tells where a search may start.
+        forgetting, [B, T, H]. gates: as :meth:`remember` has them.
         """
         raise NotImplementedError
+
+    def step(self, arguments: tuple[Tensor, ...], **shared) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The whole mixer for the next 1 to MAX_STEP tokens, without gradients.
+
+        shared: keyword arguments of :attr:`stepper`. Returns o [B, T, H, V] and the states ``memories``, STATISTICS and
+        SLOW. Those before are left as they are, but for one that only tells where a search may start.
+        """
+        return self.stepper(*arguments, **shared)
 
     def kept(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """The states after many tokens as the steps after them want them in memory; steps leave them like that."""
@@ -170,7 +161,7 @@ class CentredMixer(Mixer):
 
     def can_step(self, x: Tensor, rows: tuple[Tensor, ...], state: dict[str, Tensor] | None) -> bool:
         """Whether :meth:`step` may stand for the full form: few tokens after others, and nothing to differentiate."""
-        if not self.steps or state is None or not 1 <= x.shape[1] <= MAX_STEP:
+        if self.stepper is None or state is None or not 1 <= x.shape[1] <= MAX_STEP:
             return False
         if not torch.is_grad_enabled():
             return True
@@ -205,21 +196,17 @@ class CentredMixer(Mixer):
             names = (*self.memories, *STATISTICS)
             shared = {"state": tuple(old[n] for n in names), "read_mean": self.readout.mean, "add_to": base}
             shared |= {"time_scales": slow, "in_place": False}
-            o, states = self.step(q - self.reference, k, v, (log_write, log_forget), gates, scale, **shared)
+            arguments = self.arguments(q - self.reference, k, v, (log_write, log_forget), gates, scale)
+            o, states = self.step(arguments, **shared)
             return o.to(q.dtype), new | dict(zip((*names, *SLOW), states, strict=False))
 
         gap = layout.pack(q - self.reference)
-        if self.wholes:
+        if self.operator is not None:
             mean = self.readout.mean  # before the call, after which accelerate may have put it away again
             base, zeroth = self.readout(None, k, v, scale, layout, mask, old)
             names = (*self.memories, *STATISTICS)
-            o, states = self.whole(
-                gap,
-                layout.pack(k),
-                layout.pack(v),
-                (log_write, log_forget),
-                gates,
-                scale,
+            o, states = self.operator(
+                *self.arguments(gap, layout.pack(k), layout.pack(v), (log_write, log_forget), gates, scale),
                 read_mean=mean,
                 initial_state=tuple(old[n] for n in names) if old else None,
                 output_final_state=output_state,

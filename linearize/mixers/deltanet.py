@@ -69,7 +69,7 @@ class DeltaNet(CentredMixer):
 
     kind = "deltanet"
     memory_gates = 1
-    steps = True
+    stepper = staticmethod(centred_delta_step)
     dense_keys = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
@@ -106,7 +106,7 @@ class DeltaNet(CentredMixer):
         self.key_readout.copy_(fit.memory[:, None] * fit.measured[:, 1:])
         return fit.ladder
 
-    def step(
+    def arguments(
         self,
         gap: Tensor,
         k: Tensor,
@@ -114,10 +114,8 @@ class DeltaNet(CentredMixer):
         writes: tuple[Tensor, Tensor],
         gates: list[Tensor],
         scale: float,
-        **shared,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        query = (gap * self.key_readout).to(k.dtype)
-        return centred_delta_step(query, k, v, *writes, self.log_rate + gates[0], self.schedule, **shared)
+    ) -> tuple[Tensor, ...]:
+        return (gap * self.key_readout).to(k.dtype), k, v, *writes, self.log_rate + gates[0], self.schedule
 
     def remember(
         self, at: Centred, gates: list[Tensor], scale: float, old: dict[str, Tensor], output_state: bool

@@ -68,9 +68,9 @@ class GDN(CentredMixer):
 
     kind = "gdn"
     memory_gates = 2
-    steps = True
+    operator = staticmethod(centred_gated_delta)
+    stepper = staticmethod(centred_gated_delta_step)
     dense_keys = True
-    wholes = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)
@@ -107,7 +107,7 @@ class GDN(CentredMixer):
         """rho_A s (q - r) / c_h."""
         return gap * (self.read_state / self.log_balance.exp() * scale)[:, None]
 
-    def whole(
+    def arguments(
         self,
         gap: Tensor,
         k: Tensor,
@@ -115,20 +115,5 @@ class GDN(CentredMixer):
         writes: tuple[Tensor, Tensor],
         gates: list[Tensor],
         scale: float,
-        **shared,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        query = self.query(gap, scale).to(k.dtype)
-        return centred_gated_delta(query, k, v, *writes, *gates, self.log_balance, **shared)
-
-    def step(
-        self,
-        gap: Tensor,
-        k: Tensor,
-        v: Tensor,
-        writes: tuple[Tensor, Tensor],
-        gates: list[Tensor],
-        scale: float,
-        **shared,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        query = self.query(gap, scale).to(k.dtype)
-        return centred_gated_delta_step(query, k, v, *writes, *gates, self.log_balance, **shared)
+    ) -> tuple[Tensor, ...]:
+        return self.query(gap, scale).to(k.dtype), k, v, *writes, *gates, self.log_balance

@@ -110,7 +110,7 @@ class MesaNet(CentredMixer):
 
     kind = "mesanet"
     memory_gates = 2
-    steps = True
+    stepper = staticmethod(centred_mesa_step)
     memories = ("memory", "key_memory", "preconditioner")
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
@@ -155,7 +155,7 @@ class MesaNet(CentredMixer):
         """rho_A Lbar s (q - r)."""
         return gap * (self.log_variance.exp() + self.log_ridge.exp()) * (self.read_state * scale)[:, None]
 
-    def step(
+    def arguments(
         self,
         gap: Tensor,
         k: Tensor,
@@ -163,20 +163,16 @@ class MesaNet(CentredMixer):
         writes: tuple[Tensor, Tensor],
         gates: list[Tensor],
         scale: float,
-        **shared,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        query = self.query(gap, scale).to(k.dtype)
+    ) -> tuple[Tensor, ...]:
+        return self.query(gap, scale).to(k.dtype), k, v, *writes, *gates, self.log_ridge.exp()
+
+    def step(self, arguments: tuple[Tensor, ...], **shared) -> tuple[Tensor, tuple[Tensor, ...]]:
         memory, key_memory, inverse, *statistics = shared.pop("state")
-        o, (memory, key_memory, *statistics) = centred_mesa_step(
-            query,
-            k,
-            v,
-            *writes,
-            *gates,
-            self.log_ridge.exp(),
+        o, (memory, key_memory, *statistics) = super().step(
+            arguments,
             state=(memory, key_memory, *statistics),
             preconditioner=inverse,
-            tol=step_tolerance(query.dtype),
+            tol=step_tolerance(arguments[0].dtype),
             **shared,
         )
         return o, (memory, key_memory, inverse, *statistics)

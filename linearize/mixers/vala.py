@@ -33,9 +33,9 @@ class VaLA(CentredMixer):
 
     kind = "vala"
     memory_gates = 2
-    steps = True
+    operator = staticmethod(centred_linear_attn)
+    stepper = staticmethod(centred_linear_attn_step)
     dense_keys = True
-    wholes = True
 
     def __init__(self, shape: HeadShape, *, taps: int = 4, time_scales: int = 3):
         super().__init__(shape, taps=taps, time_scales=time_scales)
@@ -68,7 +68,7 @@ class VaLA(CentredMixer):
         """rho_A s (q - r)."""
         return gap * (self.read_state * scale)[:, None]
 
-    def whole(
+    def arguments(
         self,
         gap: Tensor,
         k: Tensor,
@@ -76,19 +76,5 @@ class VaLA(CentredMixer):
         writes: tuple[Tensor, Tensor],
         gates: list[Tensor],
         scale: float,
-        **shared,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        query = self.query(gap, scale).to(k.dtype)
-        return centred_linear_attn(query, k, v, *writes, *gates, **shared)
-
-    def step(
-        self,
-        gap: Tensor,
-        k: Tensor,
-        v: Tensor,
-        writes: tuple[Tensor, Tensor],
-        gates: list[Tensor],
-        scale: float,
-        **shared,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return centred_linear_attn_step(self.query(gap, scale).to(k.dtype), k, v, *writes, *gates, **shared)
+    ) -> tuple[Tensor, ...]:
+        return self.query(gap, scale).to(k.dtype), k, v, *writes, *gates
