@@ -21,7 +21,7 @@ def both(call, tensors, slope):
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 3, 200])
+@pytest.mark.parametrize("rows", [1, 3, 200, 1000, 4096])
 @pytest.mark.parametrize("split", [False, True])
 def test_exact_linear(rows, split, monkeypatch):
     monkeypatch.setattr(products, "splits", lambda x, w: split and w.dtype == torch.float32)

@@ -1,8 +1,13 @@
 """Products of activations with fp32 weights that are worth fp32, at the speed of 16-bit ones."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+PIECES = 32  # of the rows over which a weight's gradient is summed
+PIECE = 256  # rows in each at least
 
 
 def _halves(x: Tensor, dim: int) -> Tensor:
@@ -29,6 +34,19 @@ def _to_float(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
 
 
+def _over_rows(a: Tensor, b: Tensor) -> Tensor:
+    """a^T @ b over the rows of a [N, R, M] and b [N, R, K] to [N, M, K] fp32.
+
+    Few outputs and many rows leave most of a GPU idle, so pieces of the rows are products of their own.
+    """
+    count, rows = a.shape[:2]
+    pieces = math.gcd(rows, PIECES)
+    while pieces > 1 and rows // pieces < PIECE:
+        pieces //= 2
+    a, b = (x.unflatten(1, (pieces, -1)).flatten(0, 1) for x in (a, b))
+    return _to_float(a.mT, b).unflatten(0, (count, pieces)).sum(1)
+
+
 class SplitProduct(torch.autograd.Function):
     """x @ w^T for x [N, R, K] bf16 and w [N, M, K] fp32, to fp32; the gradient of x is bf16, that of w fp32."""
 
@@ -44,7 +62,7 @@ class SplitProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = torch.bmm(slope.to(torch.bfloat16), w.to(torch.bfloat16))
         if ctx.needs_input_grad[1]:
-            dw = _joined(_to_float(_halves(slope, 2).mT, x), 1, w.shape[1])
+            dw = _joined(_over_rows(_halves(slope, 2), x), 1, w.shape[1])
         return dx, dw
 
 
