@@ -1,0 +1,357 @@
+"""Convert by a recipe and measure what came out beside its teacher: from a teacher to one results.json.
+
+    python recipes/measure.py smollm2-135m-gdn MODEL --data 'text/*.jsonl.gz,train/*.jsonl.zst' \
+        --tasks lm_eval_tasks --out out/gdn
+
+NAME: a recipe's name or file. MODEL: a Hub id, folder or .gguf file. --data: training text, as `linearize convert
+--data` takes it; about a twentieth of its documents, chosen by hash, is held out, and the longest of those are what
+perplexity at several contexts and repetition are measured on. --tasks: a folder with the lm-eval tasks named in
+CHOICES, LAMBADA and WIKITEXT below; without it no task is run. --set changes keys of the recipe.
+
+OUT/results.json is written after every stage. The same command again goes on where it was stopped: the conversion by
+itself, the measurements with those that are not in the file. --teacher-results names a file that keeps what the teacher
+gave, for other recipes and other machines with the same weights and library versions: it is read when it is there, and
+written. Paths are left out of what is written.
+"""
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import heapq
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from linearize import evaluate as evaluation
+from linearize import harness, probes
+from linearize.checkpoint import atomic_write_text, read_object
+from linearize.console import Console, format_seconds, plain
+from linearize.convert import convert
+from linearize.data import documents, open_sources
+from linearize.errors import UserError
+from linearize.models import open_model
+from linearize.processes import pick_device
+from linearize.recipe import Recipe
+
+CHOICES = ("piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande", "openbookqa", "boolq", "sciq", "copa")
+CHOICES = tuple(f"local_{name}" for name in CHOICES)
+LAMBADA, WIKITEXT = "local_lambada", "local_wikitext2"
+# Requests at once on a GPU: of short questions, and of documents in windows as long as the model's positions.
+BATCH = {"tasks": "256", "wikitext2": "8"}
+GPU_LOGITS = 2**30  # logits at a time of perplexity: the library's own bound is for small machines
+RESAMPLES = 1000  # of a bootstrap; lm-eval's 100,000 take longer than LAMBADA itself
+POINTS = 200  # of a loss curve
+LAYER_POINTS = 20  # of a layer's
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--tasks", type=Path, metavar="DIR")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--teacher-results", type=Path, metavar="FILE")
+    parser.add_argument("--no-eval", action="store_true")
+    parser.add_argument("--limit", type=int, help="documents of a task, to try it out")
+    parser.add_argument("--documents", type=int, default=24, help="long held-out ones, for perplexity by context")
+    parser.add_argument("--contexts", default="512,1024,2048,4096,8192", help="of perplexity")
+    parser.add_argument("--lengths", default="512,1024,2048,4096,8192", help="of the prompts of recall")
+    parser.add_argument("--prompts", type=int, default=16, help="of recall at each length, and of repetition")
+    args = parser.parse_args(argv)
+    try:
+        run(args, "python recipes/measure.py " + shlex.join(argv if argv is not None else sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace, command: str) -> None:
+    """Every stage that is not in the results yet."""
+    recipe = Recipe.resolve(args.name, args.set, {"data.source": args.data, "run.seed": args.seed})
+    device, console = pick_device(recipe.run.device), Console()
+    results = Results(args.out, command, recipe, device)
+    todo = {} if args.no_eval else measurements(args, recipe, device)
+    todo = {name: options for name, options in todo.items() if not results.has(name, options)}
+    model = args.out / "model"
+    if "record" not in results.found or (todo and not (model / "config.json").is_file()):
+        with results.stage("convert"):
+            record = convert(args.model, model, recipe, console)
+        results.found["record"] = trimmed(record)
+        results.found["curve"] = curve(model / "metrics.jsonl")
+        results.write()
+    if todo:
+        lean(device)
+        texts = args.out / "heldout.jsonl"
+        if not texts.is_file():
+            with results.stage("long documents"):
+                atomic_write_text(texts, long_documents(recipe, args.documents))
+        with kept_teacher(args.model, recipe, args.teacher_results, console):
+            for name, options in todo.items():
+                with results.stage(name):
+                    report = evaluation.evaluate(str(model), options, console)
+                results.keep(name, options, report)
+    results.summarise(console)
+
+
+# ---- what is measured -----------------------------------------------------------------------------------------------
+
+
+def measurements(args: argparse.Namespace, recipe: Recipe, device: torch.device) -> dict[str, evaluation.Options]:
+    """What `linearize eval` is asked, in calls whose settings differ."""
+    text = str(args.out / "heldout.jsonl")
+    dtype = recipe.run.dtype if device.type == "cuda" else "float32"
+    common = functools.partial(evaluation.Options, device=recipe.run.device, dtype=dtype)
+    found = {}
+    if args.tasks is not None:
+        task = functools.partial(common, include_path=args.tasks, limit=args.limit)
+        batch = BATCH if device.type == "cuda" else dict.fromkeys(BATCH, "auto")
+        # Last what the folder's own eval/tasks.json is to hold: another batch size replaces it.
+        found["wikitext2"] = task(tasks=(WIKITEXT,), batch_size=batch["wikitext2"])
+        found["tasks"] = task(tasks=(*CHOICES, LAMBADA), batch_size=batch["tasks"])
+    lengths = tuple(map(int, args.lengths.split(",")))
+    found["recall"] = common(tasks=("recall", "repetition"), lengths=lengths, prompts=args.prompts, data=text)
+    for context in map(int, args.contexts.split(",")):
+        found[f"perplexity-{context}"] = common(tasks=("perplexity",), context=context, data=text, limit=args.documents)
+    return found
+
+
+def long_documents(recipe: Recipe, count: int) -> str:
+    """The longest held-out documents of the recipe's text, as lines of .jsonl."""
+    heldout = open_sources(recipe.data.source, heldout=True, column=recipe.data.column)
+    texts = heapq.nlargest(count, documents(heldout), key=len)
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def lean(device: torch.device) -> None:
+    """Spare what takes long and changes no score: lm-eval's description of the machine, most of its resampling."""
+    if device.type == "cuda":
+        probes.LOGITS = GPU_LOGITS
+    try:
+        from lm_eval import evaluator
+    except ImportError:
+        return  # `evaluate` says so where a task needs it
+    os.environ["DISABLE_MULTIPROC"] = "1"  # so few resamples need no processes
+    evaluator.add_env_info = lambda results: None
+    if not isinstance(evaluator.simple_evaluate, functools.partial):
+        evaluator.simple_evaluate = functools.partial(evaluator.simple_evaluate, bootstrap_iters=RESAMPLES)
+
+
+@contextlib.contextmanager
+def kept_teacher(model: str, recipe: Recipe, file: Path | None, console: Console) -> Iterator[None]:
+    """Inside, the cache of teachers' results holds what `file` kept of this teacher; afterwards `file` holds all.
+
+    The cache knows weights by their files' times, which are others on every machine; the file knows them by content.
+    """
+    if file is None:
+        yield
+        return
+    teacher = open_model(model, revision=recipe.model.revision)
+    identity = {name: value for name, value in teacher.identity().items() if name != "source"}
+    digest = hashlib.sha256()
+    for path in sorted(teacher.folder.glob("*.safetensors")):
+        with open(path, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    if file.is_file():
+        kept = read_object(file, "remove it: the teacher is then measured again")
+        if kept.get("weights") != digest.hexdigest():
+            raise UserError("these results are of another teacher", value=str(file), fix="name another file")
+        for entry in kept["entries"]:
+            evaluation._keep_result({**entry["key"], "model": identity}, entry["result"], console)
+    try:
+        yield
+    finally:
+        entries = []
+        for path in sorted(evaluation.cache_folder().glob("*.json")):
+            with contextlib.suppress(ValueError, KeyError):
+                entry = json.loads(path.read_bytes())
+                if entry["key"]["model"] == identity:
+                    entries.append({"key": {**entry["key"], "model": None}, "result": public(entry["result"])})
+        atomic_write_text(file, json.dumps({"weights": digest.hexdigest(), "entries": entries}) + "\n")
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+class Results:
+    """OUT/results.json: what is known so far. `found` is its content."""
+
+    def __init__(self, out: Path, command: str, recipe: Recipe, device: torch.device) -> None:
+        self.path = out / "results.json"
+        out.mkdir(parents=True, exist_ok=True)
+        asked = public(recipe.fingerprint())
+        self.found: dict = {}
+        if self.path.is_file():
+            self.found = read_object(self.path, "remove it to measure again")
+            if self.found["asked"] != asked:
+                other = sorted(key for key, value in asked.items() if self.found["asked"].get(key) != value)
+                raise UserError(
+                    f"{self.path} is of another recipe", value=", ".join(other), fix="name another --out folder"
+                )
+        self.found |= {"asked": asked, "command": public(re.sub(r" --out \S+", "", command))}
+        self.found |= {"device": device_name(device), "versions": versions()}
+        self.found.setdefault("seconds", {})
+        self.found.setdefault("evaluation", {})
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Say and add up the seconds of a stage, also of one that is stopped."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self.found["seconds"][name] = round(self.found["seconds"].get(name, 0) + seconds, 1)
+            print(f"== {name}: {format_seconds(seconds)}", flush=True)
+            self.write()
+
+    def write(self) -> None:
+        atomic_write_text(self.path, json.dumps(plain(self.found), indent=1) + "\n")
+
+    def has(self, name: str, options: evaluation.Options) -> bool:
+        return self.found["evaluation"].get(name, {}).get("options") == asked_of(options)
+
+    def keep(self, name: str, options: evaluation.Options, report: dict) -> None:
+        dropped = ("linearize", "model", "teacher", "settings")
+        measured = {key: value for key, value in report.items() if key not in dropped}
+        self.found["evaluation"][name] = public({"options": asked_of(options), **measured})
+        self.write()
+
+    def summarise(self, console: Console) -> None:
+        """What the student keeps, in few numbers, into the file and as a table."""
+        self.found["summary"] = summary(self.found)
+        self.write()
+        console.table(str(self.path), ("", "value"), list(flat(self.found["summary"])))
+
+
+def asked_of(options: evaluation.Options) -> dict:
+    return public(plain(vars(options)))
+
+
+def public(value):
+    """The same without the folders of absolute paths, which say nothing elsewhere."""
+    if isinstance(value, dict):
+        return {key: public(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [public(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(?:(?<![\w.:/~])|(?<=[\d.]:))~?/(?:[^/,\s'\"]+/)+", "", value)
+    return value
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for package in ("linearize", "torch", "triton", "transformers", "safetensors", "lm_eval"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | {"torch": torch.__version__}
+
+
+def trimmed(record: dict) -> dict:
+    """convert's record without what is in the curves: every loss of every step."""
+    layers = []
+    for layer in record["layers"]:
+        kept = {key: value for key, value in layer.items() if key not in ("losses", "heads")}
+        if layer.get("losses"):
+            tokens = [(step + 1) * layer["tokens_per_step"] for step in range(len(layer["losses"]))]
+            kept["curve"] = thinned(tokens, layer["losses"], LAYER_POINTS)
+        layers.append(kept)
+    distilled = record["distill"] and {key: value for key, value in record["distill"].items() if key != "losses"}
+    return public(plain({**record, "layers": layers, "distill": distilled}))
+
+
+def curve(path: Path) -> dict | None:
+    """Tokens and loss of distillation, and its median speed without the first third; None where there was none."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if line["stage"] == "distill"]
+    if not lines:
+        return None
+    found = thinned([line["tokens"] for line in lines], [line["loss"] for line in lines], POINTS)
+    rates = [line["tokens_per_second"] for line in lines[len(lines) // 3 :]]
+    return {**found, "first_loss": lines[0]["loss"], "tokens_per_second": round(statistics.median(rates))}
+
+
+def thinned(tokens: list[int], losses: list[float], points: int) -> dict[str, list]:
+    """A curve of at most so many points: means of blocks of steps, at the tokens that end each block."""
+    step = -(-len(losses) // points)
+    blocks = [losses[i : i + step] for i in range(0, len(losses), step)]
+    ends = [tokens[min(i + step, len(tokens)) - 1] for i in range(0, len(tokens), step)]
+    return {"tokens": ends, "loss": [float(f"{sum(block) / len(block):.5g}") for block in blocks]}
+
+
+def summary(found: dict) -> dict:
+    """The ratios of student to teacher by what they are of; only of what has been measured."""
+    record, measured = found["record"], found["evaluation"]
+    aligned, heldout = record["aligned"], record["heldout"]
+    lines: dict = {}
+    lines["seconds"] = {
+        "convert": found["seconds"].get("convert"),
+        "calibrate": round(sum(layer["calibrate_seconds"] for layer in record["layers"]), 1),
+        "align": round(sum(layer.get("align_seconds", 0) for layer in record["layers"]), 1),
+        "distill": record["distill"] and record["distill"]["seconds"],
+        "evaluate": round(sum(found["seconds"].get(name, 0) for name in measured), 1),
+    }
+    if heldout:
+        lines["perplexity ratio, held-out text"] = {"aligned": aligned["ratio"]}
+        lines["perplexity ratio, held-out text"] |= {"distilled": heldout["ratio"]} if record["distill"] else {}
+    if "wikitext2" in measured:
+        row = measured["wikitext2"]["tasks"][WIKITEXT]["word_perplexity"]
+        lines["WikiText-2 word perplexity"] = {key: row[key] for key in ("teacher", "student", "ratio")}
+    if "tasks" in measured:
+        tasks = measured["tasks"]["tasks"]
+        row = tasks[LAMBADA]["acc"]
+        lines["LAMBADA accuracy"] = {key: row[key] for key in ("teacher", "student", "student_stderr")}
+        lines["LAMBADA accuracy"]["retained_percent"] = row["retained_percent"]
+        lines["LAMBADA perplexity ratio"] = tasks[LAMBADA]["perplexity"]["ratio"]
+        mean = harness.mean_accuracy(tasks, {name: harness.main_metric(tasks[name]) for name in CHOICES})
+        fields = ("teacher", "student", "student_stderr", "chance", "retained_percent", "above_chance_percent")
+        lines[f"mean accuracy of {len(CHOICES)} tasks"] = {key: mean[key] for key in fields}
+    contexts = {name: report["perplexity"] for name, report in measured.items() if name.startswith("perplexity-")}
+    if contexts:
+        lines["perplexity ratio of long documents, by context"] = {
+            str(report["context"]): report["ratio"]["token"] for report in contexts.values()
+        }
+    if "recall" in measured:
+        rows = measured["recall"]["recall"]["lengths"]
+        lines["recall, student / teacher, by length"] = {
+            length: [row["student"], row["teacher"]] for length, row in rows.items()
+        }
+        row = measured["recall"]["repetition"]
+        lines["repeated 4-grams"] = {key: row[key] for key in ("teacher", "student", "text")}
+    return lines
+
+
+def flat(lines: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, value) of every number of a summary."""
+    for name, value in lines.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}: ")
+        else:
+            values = value if isinstance(value, list) else [value]
+            yield prefix + name, " / ".join("-" if v is None else f"{v:.4g}" for v in values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
