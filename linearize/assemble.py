@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
+from linearize.causal import attention
 from linearize.checkpoint import RunState
 from linearize.errors import UserError
 from linearize.processes import Processes, set_weight, whole
@@ -23,7 +24,7 @@ def assemble(teacher: Teacher, specs: dict[int, dict], here: Processes) -> tuple
     config, own = student_config(teacher.config, specs), copy.deepcopy(teacher.config)
     config.attention_dropout = 0.0
     dtype = torch.bfloat16 if here.device.type == "cuda" else torch.float32
-    softmax = teacher.family.softmax
+    softmax = attention(teacher.family.softmax)
     with no_init_weights():
         student = MODELS[config.model_type]._from_config(config, dtype=torch.float32, attn_implementation=softmax)
         model = teacher.family.causal_lm_class()._from_config(own, dtype=dtype, attn_implementation=softmax)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from linearize.causal import whole_rows
 from linearize.checkpoint import PARTIAL, RunState, format_bytes, write_safetensors, writing
 from linearize.data import Rows, followed
 from linearize.errors import UserError
@@ -332,9 +333,10 @@ class Trainer:
 
     def _descend(self, ids: Tensor, positions: Tensor | None, weight: float, packed: dict | None = None) -> Tensor:
         """Add the gradients of these rows; returns their loss."""
-        target = self.targets(ids, positions)
-        with half_precision(self.here.device):
-            loss = self.module(ids, positions, target, weight, packed=packed)
+        with whole_rows(positions is None):
+            target = self.targets(ids, positions)
+            with half_precision(self.here.device):
+                loss = self.module(ids, positions, target, weight, packed=packed)
         loss.backward()
         return loss.detach()
 
