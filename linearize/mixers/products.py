@@ -58,11 +58,13 @@ class SplitProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, slope: Tensor):
         x, w = ctx.saved_tensors
+        slopes = _halves(slope, 2)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.bmm(slope.to(torch.bfloat16), w.to(torch.bfloat16))
+            (high, _), (weight, _) = slopes.chunk(2, 2), _halves(w, 1).chunk(2, 1)
+            dx = torch.bmm(high, weight)
         if ctx.needs_input_grad[1]:
-            dw = _joined(_over_rows(_halves(slope, 2), x), 1, w.shape[1])
+            dw = _joined(_over_rows(slopes, x), 1, w.shape[1])
         return dx, dw
 
 
