@@ -1,4 +1,4 @@
-"""recipes/measure.py on a tiny model: every stage once, what is written, and that a second call goes on."""
+"""recipes/measure.py and the ablations on a tiny model: what is written, and that a second call goes on."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from test_convert import FAST
 from test_convert_distill import SHORT
 from test_evaluate import DOCUMENTS, TASKS
 
-from linearize import models
+from linearize import distill, layerwise, models
+from linearize.errors import UserError
 from linearize.recipe import Recipe
 
 SCRIPT = Path(__file__).parents[1] / "recipes" / "measure.py"
@@ -159,3 +160,102 @@ def test_paths_are_left_out(text, shown):
 def test_a_thinned_curve_ends_where_the_whole_one_does():
     thinned = MEASURE["thinned"](list(range(10, 110, 10)), [float(i) for i in range(10)], 4)
     assert thinned == {"tokens": [30, 60, 90, 100], "loss": [1.0, 4.0, 7.0, 9.0]}
+
+
+# ---- ablations ------------------------------------------------------------------------------------------------------
+
+ABLATIONS = SCRIPT.parent / "smollm2-135m-ablations"
+
+
+@pytest.fixture
+def ablate(recipe, teacher_folder, text, tmp_path, monkeypatch):
+    """Run the script on tiny budgets; returns its arms, and how often a layer was aligned meanwhile."""
+    script = runpy.run_path(str(ABLATIONS / "ablate.py"))
+    aligned = []
+    align = layerwise.align_layer
+    monkeypatch.setattr(layerwise, "align_layer", lambda *args, **kw: aligned.append(1) or align(*args, **kw))
+
+    def run(arms, *more, code=0, out=tmp_path / "results.json"):
+        aligned.clear()
+        values = {name: FAST[name] for name in ("align.context", "align.batch_tokens", "align.warmup")}
+        values |= {"distill.context": 48, "distill.batch_tokens": 96, "distill.warmup": 1}
+        argv = [teacher_folder("llama-tied"), "--data", text, "--out", out, "--arms", arms, "--recipe", recipe]
+        argv += ["--align-tokens", 192, "--distill-tokens", 288, "--heldout-tokens", 192, "--heldout-context", 48]
+        argv += ["--work", tmp_path / "work", *(f"--set={name}={value}" for name, value in values.items()), *more]
+        assert script["main"](list(map(str, argv))) == code
+        found = json.loads(out.read_text())["arms"] if out.exists() else []
+        return {f"{at['arm']}@{at['seed']}": at for at in found}, len(aligned)
+
+    run.script = script
+    return run
+
+
+def test_arms_share_what_they_have_in_common(ablate, tmp_path, capsys):
+    arms, aligned = ablate("gdn,lr-8e-4")
+    base, faster = arms.values()
+    assert aligned == 2, "two layers, once"
+    assert base["aligned"] == faster["aligned"] and base["losses"][0] == faster["losses"][0]
+    assert base["losses"] != faster["losses"] and base["distilled"] != base["aligned"]
+    assert len(base["losses"]) == 3 and base["tokens_per_step"] == 96 and base["layers"] == 2
+    assert {"kl", "ratio"} <= base["aligned"].keys() & base["distilled"].keys()
+    assert base["seconds"].keys() == {"calibrate", "align", "distill"} and base["seconds"]["distill"] > 0
+
+    before = (tmp_path / "results.json").read_bytes()
+    assert ablate("gdn,lr-8e-4", "--budget-seconds", "0")[1] == 0
+    assert (tmp_path / "results.json").read_bytes() == before
+    arms, _ = ablate("gdn@1", "--budget-seconds", "-1")
+    assert "gdn@1" not in arms and "no time for gdn@1" in capsys.readouterr().out
+    arms, aligned = ablate("gdn@1,gdn-standard")
+    assert aligned == 4 and arms["gdn@1"]["losses"] != arms["gdn@0"]["losses"]
+
+    plot = runpy.run_path(str(ABLATIONS / "plot.py"))
+    tokens, mean, lowest, highest = plot["curve"]([arms["gdn@0"], arms["gdn@1"]])
+    assert tokens == [96, 192, 288]
+    pairs = list(zip(arms["gdn@0"]["losses"], arms["gdn@1"]["losses"], strict=True))
+    assert mean == pytest.approx([sum(pair) / 2 for pair in pairs])
+    assert (lowest, highest) == ([min(pair) for pair in pairs], [max(pair) for pair in pairs])
+    assert plot["main"]([str(tmp_path / "results.json"), str(tmp_path / "curve.png")]) == 0
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+    assert ablate("gdn", "--set=distill.lr=1e-4", code=1)[1] == 0
+    assert "had another recipe" in capsys.readouterr().err
+
+
+def test_shares_divide_the_time_of_the_base(ablate, tmp_path, capsys):
+    ablate("share-50", code=1)
+    assert "run --arms gdn first" in capsys.readouterr().err
+    arms, _ = ablate("gdn")
+    found = json.loads((tmp_path / "results.json").read_text())
+    found["arms"][0] |= {"align_tokens_per_second": 192, "distill_tokens_per_second": 96}
+    found["arms"][0]["seconds"] |= {"align": 1.0, "distill": 3.0}
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    arms, _ = ablate("share-50,share-0")
+    # Of 4 seconds: 2 x 192 / 2 layers and 2 x 96, in steps of 96.
+    assert arms["share-50@0"]["set"] == {"align.tokens": "192", "distill.tokens": "192"}
+    assert arms["share-0@0"]["set"] == {"align.tokens": "0", "distill.tokens": "384"}
+    assert len(arms["share-0@0"]["losses"]) == 4 and arms["share-0@0"]["align_tokens_per_second"] is None
+
+
+def test_a_failing_arm_is_told_and_the_next_one_runs(ablate, monkeypatch, capsys):
+    def train(self, run, **options):
+        if self.options.lr == 8e-4:
+            raise UserError("distillation keeps diverging")
+        return real(self, run, **options)
+
+    real = distill.Trainer.train
+    monkeypatch.setattr(distill.Trainer, "train", train)
+    arms, _ = ablate("lr-8e-4,train-attention")
+    assert arms["lr-8e-4@0"]["error"] == "distillation keeps diverging"
+    assert len(arms["train-attention@0"]["losses"]) == 3 and "error" not in arms["train-attention@0"]
+    ablate("nothing", code=1)
+    assert "no such arm (got 'nothing')" in capsys.readouterr().err
+
+
+def test_every_arm_is_a_recipe(ablate):
+    """With the base as it is shipped."""
+    arms = ablate.script["ARMS"]
+    for changes in arms.values():
+        made = Recipe.resolve("smollm2-135m-gdn", [f"{key}={value}" for key, value in ablate.script["BASE"].items()])
+        changed = Recipe.resolve(None, flags={**{k: v for k, v in made.values().items()}, **changes})
+        assert changed.fingerprint() != made.fingerprint() or changes == {}
+    assert {name for group in ablate.script["GROUPS"].values() for name in group} >= set(arms)
