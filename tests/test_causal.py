@@ -28,9 +28,8 @@ def models(request):
     return usual, ours
 
 
-both = pytest.mark.parametrize(
-    "models", [(LlamaForCausalLM, LlamaConfig), (MistralForCausalLM, MistralConfig)], indirect=True, ids=["full", "window"]
-)
+KINDS = [(LlamaForCausalLM, LlamaConfig), (MistralForCausalLM, MistralConfig)]
+both = pytest.mark.parametrize("models", KINDS, indirect=True, ids=["full", "window"])
 
 
 def masks(model, monkeypatch):

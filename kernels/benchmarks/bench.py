@@ -1,13 +1,16 @@
 """Times of the kernels, beside the torch forms and, where it is installed, flash-linear-attention.
 
+    PYTHONPATH=kernels python kernels/benchmarks/bench.py --compile 24
     PYTHONPATH=kernels python kernels/benchmarks/bench.py --out FILE [--budget-seconds 600] [--only delta] [--dry-run]
 
 Candidates of a row are interleaved A B A B with an L2 that holds nothing of theirs before each call (cold: 256 MB were
 read, so that nothing waits to be written back either) and without (warm); both sides are CUDA-graph replays where they
 can be captured. A row: median and 10-90 % range in ms, ms per 2^20 token-heads, the bytes the design moves, and which
 share of their time at 4.3 TB/s the median is. Rows are ordered by importance, and those that the budget does not reach
-are named in the file. `--dry-run` runs tiny shapes on a CPU to prove the script, not the kernels: its times mean
-nothing.
+are named in the file; rows that are in it are not measured again. `--part alone` takes the rows without a baseline,
+`--part beside` those with. `--compile N` measures nothing: it runs every candidate of every row once in N processes, so
+that the measuring process finds all of it in Triton's cache, also what the baseline tries out. `--dry-run` runs tiny
+shapes on a CPU to prove the script, not the kernels: its times mean nothing.
 
 flash-linear-attention refuses its gated backward on Hopper with this Triton; its guard is lifted here for timing only,
 and its gradient errors against float64 are in the file next to its times.
@@ -34,10 +37,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "tests" / "kernels")]
 
 BANDWIDTH = 4.3e12
-# (rows, tokens, heads): 8 to 256 chains of 1k to 64k tokens
+NAMES = ("op", "group", "batch", "tokens", "heads", "dim", "packed")  # what tells rows apart
+# (rows, tokens, heads): 8 to 256 chains of 1k to 64k tokens. Those with 16 heads stand beside the baseline, which tunes
+# itself anew for every number of heads.
 SHAPES = [
-    (1, 32768, 32), (1, 32768, 8), (1, 65536, 16), (1, 8192, 16), (16, 2048, 16), (4, 8192, 16), (1, 65536, 8),
-    (32, 1024, 8), (4, 8192, 8), (1, 32768, 16), (1, 8192, 8), (1, 2048, 8), (8, 1024, 16),
+    (1, 32768, 16), (1, 8192, 16), (16, 2048, 16), (1, 65536, 16), (4, 8192, 16), (8, 1024, 16),
+    (1, 32768, 8), (1, 65536, 8), (1, 8192, 8), (1, 2048, 8), (1, 32768, 32),
 ]  # fmt: skip
 
 
@@ -173,7 +178,7 @@ def fla() -> dict[str, Callable]:
 
 
 def cases(dry: bool) -> Iterator[dict]:
-    """All rows, the most important first."""
+    """All rows, the most important first; "beside": a baseline is measured as well."""
     if dry:
         sizes = {"batch": 1, "tokens": 70, "heads": 2, "dim": 16}
         for op in ("delta", "centred", "mesa", "linear", "statistics"):
@@ -186,20 +191,21 @@ def cases(dry: bool) -> Iterator[dict]:
         main = {"batch": 8, "tokens": 4096, "heads": 16, "dim": dim}
         for op in ("delta", "centred"):
             # The torch forms of the others take seconds at this size.
-            yield {"op": op, "group": 1, **main, "torch": op == "delta"}
+            yield {"op": op, "group": 1, **main} | ({"torch": True, "beside": True} if op == "delta" else {})
     main |= {"dim": 128}
     yield {"op": "delta", "group": 4, **main}
     yield {"op": "delta", "group": 1, "packed": 8, **main | {"batch": 1, "tokens": 32768}}
     for op in ("linear", "statistics"):
         yield {"op": op, "group": 1, **main}
-    for batch, tokens, heads in SHAPES:
-        for dim in (128, 64):
-            yield {"op": "delta", "group": 1, "batch": batch, "tokens": tokens, "heads": heads, "dim": dim}
-    for dim in (128, 64):
-        yield {"op": "mesa", "group": 1, **main | {"dim": dim}}
     for op in ("delta step", "centred step", "mesa step"):
         for batch in (32, 128, 1):
             yield {"op": op, "group": 1, "batch": batch, "tokens": 1, "heads": 16, "dim": 128}
+    for batch, tokens, heads in SHAPES:
+        for dim in (128, 64):
+            row = {"op": "delta", "group": 1, "batch": batch, "tokens": tokens, "heads": heads, "dim": dim}
+            yield row | ({"beside": True} if heads == 16 else {})
+    for dim in (128, 64):
+        yield {"op": "mesa", "group": 1, **main | {"dim": dim}, "beside": True}
 
 
 def moved_bytes(case: dict, kind: str) -> float:
@@ -276,31 +282,87 @@ def problem(case: dict, device: str) -> tuple[Callable, list[Tensor], Tensor]:
     return op, leaves, slope
 
 
+def candidates_of(case: dict, op: Callable, baselines: dict[str, Callable]) -> dict[str, Callable]:
+    """What is measured in a row, by name."""
+    found = {"kernels": reference_of(op, os.environ.get("LINEARIZE_KERNELS", "auto"))}
+    if case.get("torch"):
+        found["torch"] = reference_of(op, "reference")
+    if case.get("beside") and case["op"] in baselines:
+        found["fla"] = baselines[case["op"]]
+    return found
+
+
+def kinds_of(case: dict) -> tuple[str, ...]:
+    return ("forward",) if case["op"].endswith("step") else ("forward", "both")
+
+
+def call_of(kind: str, candidate: Callable, leaves: list[Tensor], slope: Tensor) -> Callable:
+    """One call of a candidate on leaves of its own: forward, or forward and backward ("both")."""
+    ready = [x.detach().requires_grad_(kind == "both") for x in leaves]
+
+    def forward():
+        with torch.no_grad():
+            return candidate(*ready)
+
+    def both():
+        return torch.autograd.grad(candidate(*ready)[0], ready, slope, allow_unused=True)
+
+    return forward if kind == "forward" else both
+
+
+def run_once(job: dict) -> None:
+    """One candidate of a row, so that all it compiles is on disk; a baseline with few tokens, to tune itself sooner."""
+    case = job["case"] if job["name"] == "kernels" else job["case"] | {"tokens": min(1024, job["case"]["tokens"])}
+    op, leaves, slope = problem(case, "cuda")
+    for kind in job["kinds"]:
+        call_of(kind, candidates_of(case, op, fla() if job["name"] == "fla" else {})[job["name"]], leaves, slope)()
+    torch.cuda.synchronize()
+
+
+def compile_all(workers: int, seconds: float, only: str) -> int:
+    """Run every candidate of every row once, in so many processes; baselines, which take longest, first."""
+    from gpu_check import side_by_side
+
+    jobs, tuned = [], set()
+    for case in cases(False):
+        if only not in case["op"]:
+            continue
+        jobs.append({"case": case, "name": "kernels", "kinds": kinds_of(case)})
+        if case.get("beside") and (key := (case["op"], case["heads"], case["dim"])) not in tuned:
+            tuned.add(key)
+            jobs += [{"case": case, "name": "fla", "kinds": kinds} for kinds in (("forward",), ("both",))]
+    jobs.sort(key=lambda job: job["name"] != "fla")
+    failed = 0
+    for job, good, answer in side_by_side(run_once, jobs, workers, seconds):
+        failed += not good
+        print(job["name"], job["case"], "compiled" if good else answer, flush=True)
+    return failed
+
+
+def solved_errors(baselines: dict[str, Callable], dim: int, device: str) -> dict[str, float]:
+    """RMS error over RMS of MesaNet's outputs against solving directly in float64, on the inputs of its row."""
+    from linearize_kernels.conjugate import recurrent_mesa
+
+    case = {"op": "mesa", "group": 1, "batch": 1, "tokens": 256, "heads": 16, "dim": dim, "beside": True}
+    op, leaves, _ = problem(case, device)
+    want = recurrent_mesa(*(x.double() for x in leaves), 1.0)[0]
+    found = {}
+    with torch.no_grad():
+        for name, candidate in candidates_of(case, op, baselines).items():
+            error = (candidate(*leaves)[0].double() - want).norm() / want.norm()
+            found[name] = float(f"{error:.2e}")
+    return found
+
+
 def measure(case: dict, baselines: dict[str, Callable], repeats: int, device: str) -> dict:
     """One row of the report."""
     op, leaves, slope = problem(case, device)
-    step = case["op"].endswith("step")
-    kernels = os.environ.get("LINEARIZE_KERNELS", "auto")
-    candidates = {"kernels": reference_of(op, kernels)}
-    if case.get("torch"):
-        candidates["torch"] = reference_of(op, "reference")
-    if case["op"] in baselines and not case.get("packed") and case["group"] == 1:
-        candidates["fla"] = baselines[case["op"]]
     row = {**case, "graph": {}, "notes": {}}
-    for kind in ("forward",) if step else ("forward", "both"):
+    for kind in kinds_of(case):
         calls = {}
-        for name, candidate in candidates.items():
-            ready = [x.detach() if step else x.detach().requires_grad_() for x in leaves]
-
-            def forward(candidate=candidate, ready=ready):
-                with torch.no_grad():
-                    return candidate(*ready)
-
-            def both(candidate=candidate, ready=ready):
-                return torch.autograd.grad(candidate(*ready)[0], ready, slope, allow_unused=True)
-
+        for name, candidate in candidates_of(case, op, baselines).items():
             try:
-                call = forward if kind == "forward" else both
+                call = call_of(kind, candidate, leaves, slope)
                 call()
                 calls[name], row["graph"][f"{name} {kind}"] = as_graph(call)
             except Exception as error:  # a candidate that cannot run is a note in its row, not the end of all
@@ -318,7 +380,9 @@ def measure(case: dict, baselines: dict[str, Callable], repeats: int, device: st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="results, as JSON; rows that are in it are not measured again")
+    parser.add_argument("--compile", type=int, metavar="N", help="only fill Triton's cache, in N processes")
+    parser.add_argument("--part", choices=["all", "alone", "beside"], default="all", help="rows without baseline, with")
     parser.add_argument("--budget-seconds", type=float, default=900.0, help="start no row after this long")
     parser.add_argument("--only", default="", help="operators whose name contains this text")
     parser.add_argument("--repeats", type=int, default=20)
@@ -327,15 +391,23 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not arguments.dry_run:
         parser.error("no GPU here: --dry-run proves the script on a CPU")
+    if not arguments.compile and not arguments.out:
+        parser.error("--out FILE, or --compile N")
     os.environ.setdefault("LINEARIZE_KERNELS", "auto")
+    if arguments.compile:
+        return 1 if compile_all(arguments.compile, arguments.budget_seconds, arguments.only) else 0
     started = time.time()
-    report = {"environment": environment(), "dry run": arguments.dry_run, "rows": [], "not reached": []}
+    report = {"environment": environment(), "dry run": arguments.dry_run, "rows": [], "seconds": 0.0}
+    if arguments.out.exists():
+        report |= json.loads(arguments.out.read_text())
+    spent, report["not reached"] = report["seconds"], []
+    done = [{name: row.get(name) for name in NAMES} for row in report["rows"]]
 
     def save() -> None:
-        report["seconds"] = round(time.time() - started, 1)
+        report["seconds"] = round(spent + time.time() - started, 1)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
-    baselines = {} if device == "cpu" else fla()
+    baselines = {} if device == "cpu" or arguments.part == "alone" else fla()
     if "delta" in baselines:
         from gpu_check import fla_errors
 
@@ -343,9 +415,14 @@ def main() -> int:
             report["gradient errors (ours, fla)"] = fla_errors(baselines["delta"])
         except Exception as error:
             report["gradient errors (ours, fla)"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    if "mesa" in baselines:
+        for dim in (128, 64):
+            report[f"mesa {dim} errors"] = solved_errors(baselines, dim, device)
     repeats = 2 if arguments.dry_run else arguments.repeats
     for case in cases(arguments.dry_run):
-        if arguments.only not in case["op"]:
+        if arguments.only not in case["op"] or {name: case.get(name) for name in NAMES} in done:
+            continue
+        if arguments.part != "all" and (arguments.part == "beside") != case.get("beside", False):
             continue
         if time.time() - started > arguments.budget_seconds:
             report["not reached"].append(case)

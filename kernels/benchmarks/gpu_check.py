@@ -21,7 +21,7 @@ import multiprocessing
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -461,10 +461,30 @@ def serve(function, pipe) -> None:
             return
 
 
-def side_by_side(function, jobs: list, workers: int, seconds: float) -> Iterator[tuple[dict, bool, object]]:
-    """(job, whether it was answered, answer or error) of as many jobs as `seconds` allow, in processes of their own."""
+def compiled(case: dict) -> str:
+    """What a correctness case compiles, nearly: cases that differ in sizes and contents share it."""
+    sizes = ("tokens", "heads", "groups", "batch", "gates", "keys", "shift")
+    return str({name: value for name, value in case.items() if name not in sizes} | {"bounds": "bounds" in case})
+
+
+def side_by_side(
+    function, jobs: list, workers: int, seconds: float, first: Callable[[dict], str] = id
+) -> Iterator[tuple[dict, bool, object]]:
+    """(job, whether it was answered, answer or error) of as many jobs as `seconds` allow, in processes of their own.
+
+    Of jobs with the same `first`, one runs alone at first: the others then find on disk what it compiled.
+    """
     context = multiprocessing.get_context("spawn")
     until, waiting, busy = time.time() + seconds, deque(jobs), {}
+    known: set = set()
+
+    def next_job():
+        """The next job that waits for no other, or None."""
+        alone = {first(job) for _, job in busy.values()} - known
+        job = next((job for job in waiting if first(job) not in alone), None)
+        if job is not None:
+            waiting.remove(job)
+        return job
 
     def start():
         here, there = context.Pipe()
@@ -476,8 +496,8 @@ def side_by_side(function, jobs: list, workers: int, seconds: float) -> Iterator
     idle = [start() for _ in range(min(workers, len(jobs)))]
     try:
         while waiting or busy:
-            while idle and waiting:
-                worker, job = idle.pop(), waiting.popleft()
+            while idle and (job := next_job()) is not None:
+                worker = idle.pop()
                 worker[0].send(job)
                 busy[worker[0]] = worker, job
             ready = wait(list(busy), timeout=max(0.0, until - time.time()))
@@ -489,6 +509,7 @@ def side_by_side(function, jobs: list, workers: int, seconds: float) -> Iterator
                     good, answer = pipe.recv()
                 except EOFError:
                     good, answer = False, "the process died"
+                known.add(first(job))
                 if not good:
                     worker[1].terminate()
                 idle.append(worker if good else start())
@@ -517,9 +538,9 @@ def fla_errors(op) -> dict:
     """Errors of the baseline on our inputs, against the same float64 form."""
     from tolerances import error
 
-    q, k, v, log_decay, beta, _, state, _ = inputs(2, 500, 4, (1, 1, 1), (128, 128), torch.bfloat16, gates="plain")
+    q, k, v, log_decay, beta, _, state, _ = inputs(2, 500, 16, (1, 1, 1), (128, 128), torch.bfloat16, gates="plain")
     leaves = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
-    weight = torch.randn(2, 500, 4, 128, device="cuda")
+    weight = torch.randn(2, 500, 16, 128, device="cuda")
     o, _ = op(*leaves, scale=0.3, initial_state=state, output_final_state=True)
     got = [o, *torch.autograd.grad(o, leaves, weight.to(o.dtype))]
     from linearize_kernels import gated_delta
@@ -776,7 +797,8 @@ def main() -> int:
     if "correctness" not in arguments.skip:
         results, missed = [], cases(arguments.quick)
         # A third of the time is kept for what comes after.
-        for case, good, answer in side_by_side(correctness, list(missed), arguments.workers, max(1.0, left() * 2 / 3)):
+        seconds = max(1.0, left() * 2 / 3)
+        for case, good, answer in side_by_side(correctness, list(missed), arguments.workers, seconds, compiled):
             missed.remove(case)
             results.append(answer if good else {**case, "failed": ["raised"], "error": answer})
             if results[-1]["failed"]:

@@ -35,3 +35,19 @@ def test_what_hangs_is_left_behind():
     jobs = [{"do": "hang", "x": 0}, *({"do": "work", "x": i} for i in range(1, 4))]
     done = {job["x"] for job, good, _ in gpu_check.side_by_side(answer, jobs, 2, 25.0) if good}
     assert done == {1, 2, 3}
+
+
+def times(job: dict) -> tuple[float, float]:
+    began = time.monotonic()
+    time.sleep(0.3)
+    return began, time.monotonic()
+
+
+def test_one_of_a_kind_runs_alone_at_first():
+    jobs = [{"kind": kind, "x": i} for i, kind in enumerate("aaabb")]
+    found = list(gpu_check.side_by_side(times, jobs, 4, 300.0, lambda job: job["kind"]))
+    assert len(found) == 5 and all(good for _, good, _ in found)
+    for kind in "ab":
+        own = sorted(answer for job, _, answer in found if job["kind"] == kind)
+        assert all(began >= own[0][1] for began, _ in own[1:])
+    assert {job["x"] for job, _, _ in found[:2]} == {0, 3}
