@@ -5,6 +5,9 @@ call of each (head sizes, dtype, erase) runs a small problem, forwards and backw
 recurrence on the same device. A pass is remembered on disk for this device, driver, torch, triton, ptxas and kernel
 source. On failure the launch tables are replaced by two warps, which use no asynchronous matrix product, and the check
 is repeated; if that fails too, the operator raises. LINEARIZE_KERNELS_CHECK=0 skips it.
+
+What takes the time is compilation, 20 to 45 s one kernel after the other. So the problem is first run on the CPU, where
+launches only compile, side by side in threads.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import itertools
 import json
 import math
 import os
+import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,6 +39,7 @@ LIMITS = {
     torch.bfloat16: (1.2e-2, 2e-2, 4e-2),
 }
 _warps: dict[tuple, int | None] = {}
+_compiling = threading.Lock()
 
 
 def cache_file() -> Path:
@@ -241,8 +247,42 @@ def _remember(key: str, warps: int | None) -> None:
         return  # A home that cannot be written to costs a repeated check, nothing else.
 
 
-def _checked(case: tuple, dtype: torch.dtype, device: torch.device, run) -> int | None:
-    """Warps to use for `case`, from memory, from disk or from errors = run(warps)."""
+def compile_ahead(call: Callable[[], object]) -> None:
+    """Compile side by side, for this thread's GPU, all that call() launches; none of it runs.
+
+    The kernels are then where Triton looks for them. Triton 3.4 cannot do so, and nothing happens.
+    """
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    if not hasattr(triton, "AsyncCompileMode"):
+        return
+    here = threading.get_ident()
+    with _compiling, ThreadPoolExecutor() as threads:
+        launch = JITFunction.run
+
+        def run(self, *arguments, grid, warmup, **options):
+            only_compile = warmup or threading.get_ident() == here
+            return launch(self, *arguments, grid=grid, warmup=only_compile, **options)
+
+        JITFunction.run = run
+        try:
+            # What does not compile raises where it is launched.
+            with triton.AsyncCompileMode(threads, ignore_errors=True):
+                call()
+        finally:
+            JITFunction.run = launch
+
+
+def _errors(run: Callable, device: torch.device, warps: int | None) -> dict[str, float]:
+    """run(device, warps) with its kernels compiled ahead."""
+    _enter(device)
+    compile_ahead(lambda: run(torch.device("cpu"), warps))
+    return run(device, warps)
+
+
+def _checked(case: tuple, dtype: torch.dtype, device: torch.device, run: Callable) -> int | None:
+    """Warps to use for `case`, from memory, from disk or from errors = run(device, warps)."""
     if device.type != "cuda" or os.environ.get("LINEARIZE_KERNELS_CHECK") == "0":
         return None
     place = *case, device.index
@@ -260,10 +300,10 @@ def _checked(case: tuple, dtype: torch.dtype, device: torch.device, run) -> int 
         raise RuntimeError("kernels cannot be checked inside a CUDA graph capture: run the model once before capturing")
     # Inside an operator autograd is switched off for this thread, so the check runs in another one.
     with ThreadPoolExecutor(1) as thread:
-        errors = thread.submit(run, None).result()
+        errors = thread.submit(_errors, run, device, None).result()
         chosen = None
         if not passes(errors, dtype):
-            if not passes(thread.submit(run, SAFE_WARPS).result(), dtype):
+            if not passes(thread.submit(_errors, run, device, SAFE_WARPS).result(), dtype):
                 raise RuntimeError(
                     f"the kernels give wrong results on this GPU (errors {errors}): use another triton, set "
                     "TRITON_PTXAS_PATH to a ptxas of CUDA 13.3 or later, or LINEARIZE_KERNELS=reference"
@@ -291,18 +331,18 @@ def warps_for(
     """
     case, length = (key_dim, value_dim, dtype, erase), CHUNK * pieces
     place = (*case, "pieces") if pieces else case
-    return _checked(place, dtype, device, lambda warps: measure(*case, device, warps, length))
+    return _checked(place, dtype, device, lambda on, warps: measure(*case, on, warps, length))
 
 
 def readout_warps_for(dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
     """`warps_for` of the zeroth-order readout."""
-    return _checked(("readout", dim, dtype), dtype, device, lambda warps: measure_readout(dim, dtype, device, warps))
+    return _checked(("readout", dim, dtype), dtype, device, lambda on, warps: measure_readout(dim, dtype, on, warps))
 
 
 def mesa_warps_for(key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
     """`warps_for` of MesaNet."""
     case = "mesa", key_dim, value_dim, dtype
-    return _checked(case, dtype, device, lambda warps: measure_mesa(*case[1:], device, warps))
+    return _checked(case, dtype, device, lambda on, warps: measure_mesa(*case[1:], on, warps))
 
 
 def measure_step(
@@ -374,4 +414,4 @@ def step_warps_for(
 ) -> int | None:
     """`warps_for` of a decode step; rule: delta, linear, covariance, gated, scheduled or mesa."""
     case = rule, tokens, key_dim, value_dim, dtype
-    return _checked(("step", *case), dtype, device, lambda warps: measure_step(*case, device, warps))
+    return _checked(("step", *case), dtype, device, lambda on, warps: measure_step(*case, on, warps))

@@ -96,7 +96,8 @@ class Pieces:
         self.chunks = chunks
         self.count = piece_count(batch, chunks.tokens, chunks.cu_seqlens, length)
         self.tables = torch.empty(4, self.count, 4, dtype=torch.int32, device=device)
-        self.first, self.last = torch.empty(2, chunks.sequences, dtype=torch.int64, device=device)
+        # Zeros, so that indexing is safe where launches only compile.
+        self.first, self.last = torch.zeros(2, chunks.sequences, dtype=torch.int64, device=device)
         pieces_kernel[(triton.cdiv(self.count, 128),)](
             self.tables, self.first, self.last, chunks.offsets, chunks.cu_seqlens, chunks.tokens, chunks.per_row,
             chunks.sequences, length, self.count, BP=128, C=CHUNK, VARLEN=chunks.packed, num_warps=4,
