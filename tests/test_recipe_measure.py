@@ -165,6 +165,7 @@ def test_a_thinned_curve_ends_where_the_whole_one_does():
 # ---- ablations ------------------------------------------------------------------------------------------------------
 
 ABLATIONS = SCRIPT.parent / "smollm2-135m-ablations"
+FAST_MIXER = "--set=convert.mixer=gdn-standard"
 
 
 @pytest.fixture
@@ -222,14 +223,14 @@ def test_arms_share_what_they_have_in_common(ablate, tmp_path, capsys):
 
 
 def test_shares_divide_the_time_of_the_base(ablate, tmp_path, capsys):
-    ablate("share-50", code=1)
+    ablate("share-50", FAST_MIXER, code=1)
     assert "run --arms gdn first" in capsys.readouterr().err
-    arms, _ = ablate("gdn")
+    arms, _ = ablate("gdn", FAST_MIXER)
     found = json.loads((tmp_path / "results.json").read_text())
     found["arms"][0] |= {"align_tokens_per_second": 192, "distill_tokens_per_second": 96}
     found["arms"][0]["seconds"] |= {"align": 1.0, "distill": 3.0}
     (tmp_path / "results.json").write_text(json.dumps(found))
-    arms, _ = ablate("share-50,share-0")
+    arms, _ = ablate("share-50,share-0", FAST_MIXER)
     # Of 4 seconds: 2 x 192 / 2 layers and 2 x 96, in steps of 96.
     assert arms["share-50@0"]["set"] == {"align.tokens": "192", "distill.tokens": "192"}
     assert arms["share-0@0"]["set"] == {"align.tokens": "0", "distill.tokens": "384"}
@@ -244,7 +245,7 @@ def test_a_failing_arm_is_told_and_the_next_one_runs(ablate, monkeypatch, capsys
 
     real = distill.Trainer.train
     monkeypatch.setattr(distill.Trainer, "train", train)
-    arms, _ = ablate("lr-8e-4,train-attention")
+    arms, _ = ablate("lr-8e-4,train-attention", FAST_MIXER)
     assert arms["lr-8e-4@0"]["error"] == "distillation keeps diverging"
     assert len(arms["train-attention@0"]["losses"]) == 3 and "error" not in arms["train-attention@0"]
     ablate("nothing", code=1)
