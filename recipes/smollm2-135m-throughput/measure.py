@@ -3,11 +3,13 @@
     python recipes/smollm2-135m-throughput/measure.py MODEL --out results.json --device cuda
 
 Converts MODEL with a short alignment and a short distillation on --data and takes tokens/s from what they record; then
-times the parts of one distillation step (teacher, student forward, student forward and backward with the loss,
+times the parts of one distillation step (teacher, student forward, student forward and backward with the loss, mixers,
 optimizer) on one process's rows; then samples `self` text. Times are medians after a warm-up, with the device drained.
+--set changes keys of the recipe, distill.compile=true for one. Results are added to the file under the name --arm.
 """
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -19,11 +21,15 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from linearize.causal import attention, whole_rows
 from linearize.console import Console
 from linearize.convert import convert
 from linearize.data import self_text
 from linearize.kl import FullTarget, Head, chunked_kl
+from linearize.mixers import MixedAttention
+from linearize.processes import half_precision
 from linearize.recipe import Recipe
+from linearize.replay import Replay
 from linearize.teacher import open_teacher
 
 
@@ -39,32 +45,43 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=12, help="of distillation")
     parser.add_argument("--align-tokens", type=int, default=2**20)
-    parser.add_argument("--sample-tokens", type=int, default=2_000_000)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--arm", default="plain")
+    parser.add_argument("--sample-tokens", type=int, default=2_000_000, help="0 samples none")
     parser.add_argument("--sample-batch", type=int, default=1024)
     args = parser.parse_args()
     gpu = args.device.startswith("cuda")
-    results = {
-        "command": f"measure.py MODEL --device {args.device} --mixer {args.mixer} --context {args.context} "
-        f"--batch-tokens {args.batch_tokens} --micro-tokens {args.micro_tokens}",
+    settings = "".join(f" --set {setting}" for setting in args.set)
+    results = json.loads(args.out.read_text()) if args.out.exists() else {}
+    results[args.arm] = arm = {
+        "command": f"measure.py MODEL --data ... --device {args.device} --mixer {args.mixer} --context {args.context} "
+        f"--batch-tokens {args.batch_tokens} --micro-tokens {args.micro_tokens} --steps {args.steps}{settings}",
         "device": torch.cuda.get_device_name() if gpu else platform.processor() or "cpu",
         "torch": torch.__version__,
     }
 
     def keep(name: str, value: dict) -> None:
-        results[name] = value
+        arm[name] = value
         args.out.write_text(json.dumps(results, indent=1) + "\n")
         print(name, json.dumps(value), flush=True)
 
     teacher = open_teacher(args.model)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        keep("stages", stages(args, out))
+        recipe = recipe_of(args)
+        keep("stages", stages(args, recipe, out))
         student = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(args.device)
         dtype = torch.bfloat16 if gpu else torch.float32
         load = teacher.family.causal_lm_class().from_pretrained
         model = load(teacher.folder, dtype=dtype).to(args.device).eval().requires_grad_(False)
-        keep("step_milliseconds", parts(args, student, model))
-        del student
+        if args.sample_tokens:
+            keep("self", sampling(args, teacher, model))
+        for either in (student, model):  # as the trainer has them
+            either.config._attn_implementation = attention(teacher.family.softmax)
+        keep("step_milliseconds", parts(args, recipe, student, model))
+
+
+def sampling(args: argparse.Namespace, teacher, model) -> dict:
     began = time.monotonic()
     rows = self_text(
         model,
@@ -77,11 +94,15 @@ def main() -> None:
     made = rows.tokens
     drain(args.device)
     seconds = time.monotonic() - began
-    keep("self", {"tokens": made, "seconds": round(seconds, 2), "tokens_per_second": round(made / seconds)})
+    return {
+        "tokens": made,
+        "rows_at_once": args.sample_batch,
+        "seconds": round(seconds, 2),
+        "tokens_per_second": round(made / seconds),
+    }
 
 
-def stages(args: argparse.Namespace, out: Path) -> dict:
-    """Tokens a second of alignment, a layer, and of distillation, whole steps."""
+def recipe_of(args: argparse.Namespace) -> Recipe:
     flags = {
         "convert.mixer": args.mixer,
         "align.tokens": args.align_tokens,
@@ -94,7 +115,12 @@ def stages(args: argparse.Namespace, out: Path) -> dict:
         "data.heldout_tokens": 0,
         "run.device": args.device,
     }
-    record = convert(args.model, out, Recipe.resolve(flags=flags), Console(quiet=True))
+    return Recipe.resolve(None, args.set, flags)
+
+
+def stages(args: argparse.Namespace, recipe: Recipe, out: Path) -> dict:
+    """Tokens a second of alignment, a layer, and of distillation, whole steps."""
+    record = convert(args.model, out, recipe, Console(quiet=True))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rates = [line["tokens_per_second"] for line in lines if line["stage"] == "distill"]
     layers = record["layers"]
@@ -109,60 +135,85 @@ def stages(args: argparse.Namespace, out: Path) -> dict:
     }
 
 
-def parts(args: argparse.Namespace, student, teacher) -> dict:
-    """Milliseconds of the parts of a step on `micro_tokens` tokens, and the shares of forward, loss and optimizer."""
+def parts(args: argparse.Namespace, recipe: Recipe, student, teacher) -> dict:
+    """Milliseconds of the parts of a step on `micro_tokens` tokens, run as the trainer runs them.
+
+    `mixers` is one converted attention layer, projections included, forwards and backwards, times their number.
+    """
     rows = max(1, args.micro_tokens // args.context)
     ids = torch.randint(student.config.vocab_size, (rows, args.context), device=args.device)
     student.train().requires_grad_(True)
-    student.activation_checkpointing_enable({"use_reentrant": False})
+    if recipe.distill.checkpointing:
+        student.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    if recipe.distill.compile:
+        for layer in (*student.model.layers, *teacher.model.layers):
+            layer.compile(dynamic=False)
     optimizer = torch.optim.AdamW(student.parameters(), lr=0.0, fused=args.device.startswith("cuda"))
-    compute = torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.device.startswith("cuda"))
+    compute = functools.partial(half_precision, torch.device(args.device))
     head, teachers = Head(student), Head(teacher)
+    mixed = [module for module in student.modules() if isinstance(module, MixedAttention)]
+    positions = torch.arange(args.context, device=ids.device)[None]
+    angles = student.model.rotary_emb(student.model.embed_tokens(ids), positions)
 
     @torch.no_grad()
-    def of_teacher():
+    def of_teacher(ids):
         return teacher.model(input_ids=ids, use_cache=False).last_hidden_state
 
+    def hidden_of(ids):
+        return student.model(input_ids=ids, use_cache=False, mixer_documents=rows).last_hidden_state
+
     @torch.no_grad()
-    def forward():
-        with compute:
-            student.model(input_ids=ids, use_cache=False)
+    def forward(ids):
+        with compute():
+            return hidden_of(ids)
 
-    target = FullTarget(of_teacher().flatten(0, 1), teachers)
-    with torch.no_grad(), compute:
-        hidden = student.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    target = FullTarget(of_teacher(ids).flatten(0, 1), teachers)
+    states = forward(ids).flatten(0, 1)
+    inputs = torch.randn(rows, args.context, student.config.hidden_size, device=ids.device)
 
-    def loss():
-        with compute:
-            value = chunked_kl(head, hidden.detach().requires_grad_(), target, weight=1.0 / ids.numel())
+    def loss(states):
+        with compute():
+            value = chunked_kl(head, states.detach().requires_grad_(), target, weight=1.0 / ids.numel())
         value.backward()
 
-    def whole():
-        with compute:
-            states = student.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-            value = chunked_kl(head, states, target, weight=1.0 / ids.numel())
+    def whole(ids):
+        with compute():
+            value = chunked_kl(head, hidden_of(ids).flatten(0, 1), target, weight=1.0 / ids.numel())
         value.backward()
 
-    steps = {
-        "teacher_forward": of_teacher,
-        "student_forward": forward,
-        "loss_and_head": loss,
-        "student_forward_backward_loss": whole,
-        "optimizer": optimizer.step,
+    def converted(inputs):
+        with compute():
+            out, _ = mixed[0](inputs.detach().requires_grad_(), position_embeddings=angles)
+        out.float().square().mean().backward()
+
+    def times(run, *given) -> float:
+        with whole_rows(True):
+            return median_milliseconds(functools.partial(Replay(run), *given), args.device)
+
+    found = {
+        "teacher_forward": times(of_teacher, ids),
+        "student_forward": times(forward, ids),
+        "student_forward_backward_loss": times(whole, ids),
+        "loss_and_head": times(loss, states),
+        "mixers": len(mixed) * times(converted, inputs),
+        "optimizer": median_milliseconds(optimizer.step, args.device),
     }
-    found = {name: round(median_milliseconds(run, args.device), 2) for name, run in steps.items()}
-    return {"tokens": ids.numel()} | found
+    step = found["teacher_forward"] + found["student_forward_backward_loss"]
+    shares = {name: round(found[name] / step, 3) for name in ("teacher_forward", "loss_and_head", "mixers")}
+    return {"tokens": ids.numel(), "mixer_layers": len(mixed), "shares": shares} | {
+        name: round(value, 2) for name, value in found.items()
+    }
 
 
 def median_milliseconds(run: Callable[[], object], device: str, repeats: int = 5) -> float:
     times = []
-    for _ in range(2 + repeats):
+    for _ in range(3 + repeats):
         drain(device)
         began = time.perf_counter()
         run()
         drain(device)
         times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[2:])
+    return statistics.median(times[3:])
 
 
 def drain(device: str) -> None:
