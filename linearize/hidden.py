@@ -1,6 +1,7 @@
 """Hidden states of a text as they move up the layers: in memory, or in a file when they are too many."""
 
 import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ class HiddenStates:
 
     Up to `budget` bytes they lie on `device`; beyond it in a file of `folder` that is mapped into memory, so that the
     system keeps what it has room for. The file has no name any more once it is open: it is gone when the process ends,
-    however it ends. dtype: of what is kept; rows are read as fp32.
+    however it ends. dtype: of what is kept; rows are read as fp32. in_memory: bytes of the budget that are taken.
 
     Raises UserError when the disk has no room for the file.
     """
@@ -26,10 +27,12 @@ class HiddenStates:
         count = shape[0] * shape[1] * shape[2]
         size = count * dtype.itemsize
         self.in_file = size > budget
+        self.in_memory = 0 if self.in_file else size
         if not self.in_file:
             self._kept = torch.empty(shape, dtype=dtype, device=device)
             return
-        path = folder / f"hidden-{os.getpid()}{PARTIAL}"
+        # Not the process's id: processes of two machines, with one folder between them, may have the same.
+        path = folder / f"hidden-{secrets.token_hex(8)}{PARTIAL}"
         try:
             with writing(path, size), open(path, "wb") as file:
                 # All of it now: a full disk is an error here, and a crash when a mapped page is written.

@@ -2,8 +2,9 @@
 
 Hidden states of the text stream up the layers. In the interleaved order a layer is calibrated on what the aligned
 layers below it give; alone, a process does that. In the order "calibrate-first" the first process calibrates all
-layers, and then the processes share the layers among them and align each on the teacher's hidden states, without
-talking. Every finished layer is on disk before the next begins.
+layers. Then the processes share the rows of the text, each moving its own up the teacher's layers, and the layers to
+align: what enters a layer is gathered by the process that owns it, and as many layers are trained at the same time as
+there are processes. Every finished layer is on disk before its process begins another.
 """
 
 import copy
@@ -14,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linearize.align import Step, align_layer, learning_rate
@@ -35,6 +37,7 @@ from linearize.student import packed_documents
 from linearize.teacher import Teacher
 
 BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # tokens of calibration text that go through a layer at once
+PIECE_BYTES = 2**25  # of hidden states that every process sends at once
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Layerwise:
         self.runner = self.teacher.runner(self.here.device, torch.float32)
         self.batch = BATCH_TOKENS[self.here.device.type]
         self.shape = HeadShape.from_config(self.teacher.config)
+        self.kept = getattr(torch, self.recipe.align.cache_dtype)  # format of the hidden states
 
     # -- the two orders
 
@@ -72,17 +76,19 @@ class Layerwise:
 
         Returns one record per converted layer and, in the first process, the held-out comparison.
         """
-        missing = [i for i in self.specs if self.run.load_layer(i) is None]
-        first = self._order() == "calibrate-first"
+        missing, first = [], False
         if self.here.first:
+            missing = [i for i in self.specs if self.run.load_layer(i) is None]
+            first = self._order() == "calibrate-first"
             done = [self.run.load_layer(i)[1] for i in self.specs if i not in missing]
             self.metrics.keep([line for record in done for line in aligned_lines(record, self.recipe.align)])
-        self.here.wait()
+        # All go by what the first one found on the disk: they must move the same states at the same time.
+        missing, first = self.here.agree((missing, first))
         if first:
             if self.here.first:
                 self._calibrate_all()
             self.here.wait()
-            self._align_some(missing[self.here.rank :: self.here.world])
+            self._align_all(missing)
             self.here.wait()
             if self.here.first:
                 self._tell(missing)
@@ -110,7 +116,6 @@ class Layerwise:
             order = "interleaved" if self.here.world == 1 else "calibrate-first"
         else:
             order = self.recipe.align.order
-        self.here.wait()  # before anyone saves anything
         return order
 
     def _measured(self, interleaved: bool) -> dict | None:
@@ -160,22 +165,38 @@ class Layerwise:
             del layer, mixed
             _give_back_memory()
 
-    def _align_some(self, layers: list[int]) -> None:
-        """Align these layers from their saved starts."""
-        stream = self._stream(self.text.alignment, False) if layers else None
-        for i in range(max(layers, default=-1) + 1):
+    def _align_all(self, missing: list[int]) -> None:
+        """Align these layers, given in order, from their saved starts: one in each process at a time."""
+        here, own = self.here, None
+        stream = self._own_rows(self.text.alignment) if missing else None
+        for i in range(max(missing, default=-1) + 1):
+            due = False
             with self.runner.block(i) as layer:
-                if i in layers:
-                    saved = self.run.load(f"start-{i:05d}")
-                    if saved is None:
-                        raise UserError(f"the start of layer {i} is damaged", fix="run the same command again")
-                    mixed = self._mixed(i, layer)
-                    mixed.load_state_dict(saved[0], strict=True)
-                    self._align(i, layer, mixed, stream, saved[1])
-                    del mixed
-                self._advance(i, layer, None, stream)
+                if i in missing:
+                    owner = missing.index(i) % here.world
+                    whole = self._gathered(stream, owner)
+                    if owner == here.rank:
+                        own = i, layer, whole
+                    del whole
+                    due = owner == here.world - 1 or i == missing[-1]
+                if due and here.world == 1:  # before its states move: the layer is trained on the stream itself
+                    self._align_saved(*own)
+                    due, own = False, None
+                if i != missing[-1]:
+                    self._advance(i, layer, None, stream)
             del layer
+            if due and own:
+                self._align_saved(*own)
+                own = None
             _give_back_memory()
+
+    def _align_saved(self, i: int, layer: nn.Module, stream: Stream | None) -> None:
+        saved = self.run.load(f"start-{i:05d}")
+        if saved is None:
+            raise UserError(f"the start of layer {i} is damaged", fix="run the same command again")
+        mixed = self._mixed(i, layer)
+        mixed.load_state_dict(saved[0], strict=True)
+        self._align(i, layer, mixed, stream, saved[1])
 
     # -- one layer
 
@@ -231,23 +252,69 @@ class Layerwise:
 
     # -- hidden states
 
-    def _stream(self, rows: Rows | None, student: bool) -> Stream | None:
+    def _states(self, rows: Rows, budget: int) -> HiddenStates:
+        shape = (*rows.ids.shape, self.runner.config.hidden_size)
+        return HiddenStates(shape, self.kept, self.here.device, budget, self.run.folder)
+
+    def _stream(self, rows: Rows | None, student: bool, budget: int | None = None) -> Stream | None:
         if rows is None:
             return None
-        options = self.recipe.align
-        shape = (*rows.ids.shape, self.runner.config.hidden_size)
-        dtype = getattr(torch, options.cache_dtype)
-        device, budget = self.here.device, options.cache_bytes
-        made = [HiddenStates(shape, dtype, device, budget, self.run.folder) for _ in range(1 + student)]
-        for start in range(0, len(rows), step := max(1, self.batch // rows.context)):
-            part = slice(start, start + step)
+        budget = self.recipe.align.cache_bytes if budget is None else budget
+        stream = Stream(rows, *(self._states(rows, budget) for _ in range(1 + student)))
+        for part in self._batches(stream, self.batch):
             states = self.runner.embed(rows.ids[part])
-            for kept in made:
-                kept[part] = states
-        return Stream(rows, *made)
+            stream.teacher[part] = states
+            if student:
+                stream.student[part] = states
+        return stream
+
+    def _own_rows(self, rows: Rows | None) -> Stream | None:
+        """The stream of this process's share of the rows, cut so that they move in the batches of a single process."""
+        if rows is None or self.here.world == 1:
+            return self._stream(rows, False)
+        text = content_hash(rows)
+        if text != self.here.agree(text):
+            raise UserError(
+                "this process has other text for the alignment than the first one",
+                fix="give all processes the same files",
+            )
+        own = self.here.shares(len(rows), self._batch_rows(rows, self.batch))[self.here.rank]
+        budget, needed = self.recipe.align.cache_bytes, rows.tokens * self._token_bytes()
+        # The copy of all rows, which is read in random order, has the first claim to memory that it fits into.
+        budget -= needed if needed <= budget else 0
+        return self._stream(Rows(rows.ids[own], rows.positions[own]), False, budget)
+
+    def _gathered(self, stream: Stream | None, owner: int) -> Stream | None:
+        """All rows of the alignment text, where they are now, in the process `owner`; None in the others.
+
+        stream: this process's share. Alone, a process gets the stream itself. Every process must call it.
+        """
+        if stream is None or self.here.world == 1:
+            return stream
+        rows, whole = self.text.alignment, None
+        if self.here.rank == owner:
+            whole = self._states(rows, self.recipe.align.cache_bytes - stream.teacher.in_memory)
+        shares = self.here.shares(len(rows), self._batch_rows(rows, self.batch))
+        longest = max(share.stop - share.start for share in shares)
+        step = max(1, PIECE_BYTES // (rows.context * self._token_bytes()))
+        for start in range(0, longest, step):
+            piece = stream.teacher[start : min(start + step, longest)].to(self.kept)
+            piece = F.pad(piece, (0, 0, 0, 0, 0, min(step, longest - start) - len(piece)))  # all send as much
+            for share, found in zip(shares, self.here.gather(piece, owner), strict=False):
+                begin, end = share.start + start, min(share.start + start + step, share.stop)
+                if begin < end:
+                    whole[begin:end] = found[: end - begin]
+        return None if whole is None else Stream(rows, whole)
+
+    def _token_bytes(self) -> int:
+        return self.kept.itemsize * self.runner.config.hidden_size
+
+    @staticmethod
+    def _batch_rows(rows: Rows, tokens: int) -> int:
+        return max(1, tokens // rows.context)
 
     def _batches(self, stream: Stream, tokens: int) -> Iterator[slice]:
-        rows = max(1, tokens // stream.rows.context)
+        rows = self._batch_rows(stream.rows, tokens)
         for start in range(0, len(stream.rows), rows):
             yield slice(start, start + rows)
 

@@ -54,6 +54,32 @@ class Processes:
         dist.all_gather(all_of_them, mine)
         return torch.stack(all_of_them).sum(0).tolist()
 
+    def agree(self, value: T) -> T:
+        """What the first process gives, in all of them."""
+        if self.world == 1:
+            return value
+        values = [value if self.first else None]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def shares(self, count: int, step: int) -> list[slice]:
+        """`count` rows cut into a run of rows for each process, at multiples of `step`; some may be empty."""
+        steps = -(-count // step)
+        ends = [min(count, steps * (rank + 1) // self.world * step) for rank in range(self.world)]
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def gather(self, piece: Tensor, owner: int) -> list[Tensor]:
+        """The pieces of all processes by rank, in the process `owner`; an empty list in the others.
+
+        piece: on this process's device, of one shape and dtype in all. Every process must call it.
+        """
+        if self.world == 1:
+            return [piece]
+        mine = piece.contiguous().view(torch.uint8)  # bytes: every back end can send them
+        pieces = [torch.empty_like(mine) for _ in range(self.world)] if self.rank == owner else None
+        dist.gather(mine, pieces, dst=owner)
+        return [found.view(piece.dtype) for found in pieces or ()]
+
 
 def pick_device(name: str) -> torch.device:
     """auto, cpu, cuda or cuda:N as a device that is on this machine; UsageError for any other."""
@@ -69,8 +95,14 @@ def pick_device(name: str) -> torch.device:
 
 
 def half_precision(device: torch.device) -> AbstractContextManager:
-    """bf16 autocast on a GPU, nothing elsewhere; weights, gradients, moments and the mixers' gates stay fp32."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+    """bf16 autocast on a GPU, nothing elsewhere; weights, gradients, moments and the mixers' gates stay fp32.
+
+    Without autocast's cache: it would keep the bf16 copies of all layers' weights until the end of the student's
+    forward, whole ones even where FSDP2 splits the weights.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
 
 
 def join(device: str) -> Processes:
