@@ -23,9 +23,8 @@ from torch import Tensor
 from . import reference
 
 MAX_STEP = 8
-# Dims of a head up to which the kernels run unasked. A launch for 256 dims made an illegal memory access on an H200;
-# the interpreter finds neither a wrong index nor a read of unwritten memory, so the cause is not known.
-WIDEST = 128
+# Dims of a head up to which the kernels run unasked: wider ones do not fit their tiles, or spill more than a launch may.
+WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -41,15 +40,22 @@ def _has_triton() -> bool:
 def uses_kernels(x: Tensor, *dims: int) -> bool:
     """Whether the Triton kernels serve tensors like `x`, of heads of `dims` (keys, values), by LINEARIZE_KERNELS.
 
-    auto (default): on a GPU, unless the tensors are float64, a head has more than `WIDEST` dims or Triton is missing.
+    auto (default): on a GPU, unless Triton is missing, the tensors are float64, or a head has more than 256 dims (in
+    float32 128).
     reference: never; the torch forms run on every device. triton: always; on a CPU that needs TRITON_INTERPRET=1.
     """
     choice = os.environ.get("LINEARIZE_KERNELS", "auto")
     if choice not in ("auto", "reference", "triton"):
         _fail("LINEARIZE_KERNELS", choice, "set it to auto, reference or triton")
-    if choice != "auto":
-        return choice == "triton"
-    if not x.is_cuda or x.dtype == torch.float64 or max(dims, default=0) > WIDEST:
+    if choice == "reference":
+        return False
+    if choice == "triton":
+        if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+            _fail("LINEARIZE_KERNELS=triton needs tensors on a GPU", x.device.type, "set it to auto")
+        if not _has_triton():
+            _fail("LINEARIZE_KERNELS=triton needs Triton", "not installed", "install triton, or set it to auto")
+        return True
+    if not x.is_cuda or max(dims, default=0) > WIDEST.get(x.dtype, -1):
         return False
     if not _has_triton():
         warnings.warn("Triton is not installed: sequence mixers run as slower torch operators", stacklevel=3)
@@ -91,9 +97,9 @@ def _check_state(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
         _fail(f"{name} must have shape {shape}", tuple(x.shape), "one state per sequence and recurrence head")
 
 
-def _check_kernel_dims(key_dim: int) -> None:
-    if key_dim > 256:
-        _fail("the kernels hold keys of at most 256 dims", key_dim, "set LINEARIZE_KERNELS=reference")
+def _check_kernel_dims(dim: int, what: str = "keys") -> None:
+    if dim > 256:
+        _fail(f"the kernels hold {what} of at most 256 dims", dim, "set LINEARIZE_KERNELS=reference")
 
 
 def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_final_state, cu_seqlens, add_to):
@@ -418,6 +424,7 @@ def readout(
         return reference.readout(*arguments, cu_seqlens)
     from .ops import readout_fwd
 
+    _check_kernel_dims(v.shape[-1], "values of a readout")
     return readout_fwd(*arguments, cu_seqlens)[:2]
 
 
@@ -434,12 +441,9 @@ def _check_step(tokens: int, **tensors: Tensor | None) -> None:
 
 
 def _kept(state: tuple[Tensor, ...], new: tuple[Tensor, ...], in_place: bool) -> tuple[Tensor, ...]:
-    """`new`, or `state` with it written over it."""
-    if not in_place:
-        return new
-    for old, fresh in zip(state, new, strict=True):
-        old.copy_(fresh)
-    return state
+    """`state` with `new` written over it; or new tensors with what is in `new`, laid out like `state`."""
+    targets = state if in_place else [torch.empty_like(old, dtype=x.dtype) for old, x in zip(state, new, strict=True)]
+    return tuple(target.copy_(x) for target, x in zip(targets, new, strict=True))
 
 
 @torch.no_grad()

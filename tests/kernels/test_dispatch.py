@@ -24,13 +24,34 @@ def test_the_environment_switch(monkeypatch):
     assert not uses_kernels(x)
     assert uses_kernels(SimpleNamespace(is_cuda=True, dtype=torch.bfloat16))
     assert not uses_kernels(SimpleNamespace(is_cuda=True, dtype=torch.float64))
+    gpu = SimpleNamespace(is_cuda=True, dtype=torch.float64)
     monkeypatch.setenv("LINEARIZE_KERNELS", "triton")
-    assert uses_kernels(x)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert uses_kernels(x) and uses_kernels(gpu)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert uses_kernels(gpu)
+    with pytest.raises(ValueError, match=r"needs tensors on a GPU \(got cpu\): set it to auto"):
+        uses_kernels(x)
+    monkeypatch.setattr(api, "_has_triton", lambda: False)
+    with pytest.raises(ValueError, match=r"needs Triton \(got not installed\): install triton"):
+        uses_kernels(gpu)
     monkeypatch.setenv("LINEARIZE_KERNELS", "reference")
     assert not uses_kernels(x)
     monkeypatch.setenv("LINEARIZE_KERNELS", "fast")
     with pytest.raises(ValueError, match="auto, reference or triton"):
         uses_kernels(x)
+
+
+def test_heads_too_wide_for_a_kernel_are_one_clear_line(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(api, "uses_kernels", lambda x, *dims: True)
+    wide, gate = torch.zeros(1, 1, 1, 257), torch.zeros(1, 1, 1)
+    for call in (
+        lambda: api.gated_delta(wide, wide, wide, gate, gate),
+        lambda: api.readout(wide, gate, gate, gate, torch.ones(1, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"of at most 256 dims \(got 257\): set LINEARIZE_KERNELS=reference$"):
+            call()
 
 
 def test_wide_heads_take_the_torch_form_unless_asked(monkeypatch):
