@@ -480,9 +480,9 @@ def _save_readout(ctx, inputs, output):
 
 
 def _differentiate_readout(ctx, d_base, d_final, *_):
-    v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, tail, opening, cu_seqlens, *_ = (
-        ctx.saved_tensors
-    )
+    # Once: under activation checkpointing a tensor can be unpacked a single time.
+    *inputs, entering, totals = ctx.saved_tensors
+    v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, tail, opening, cu_seqlens = inputs
     heads, count = scales.shape
     size = 0 if taps is None else taps.shape[0]
     if d_base is None:
@@ -490,7 +490,7 @@ def _differentiate_readout(ctx, d_base, d_final, *_):
     d_base = d_base.to(v.dtype)
     dv, d_logs, d_weights, d_add, d_initial, d_opening = readout_bwd(
         v, log_write, log_forget, log_z, scales, taps, sink, add_to, add_scale, tail, opening, cu_seqlens,
-        *ctx.saved_tensors[-2:], d_base, d_final,
+        entering, totals, d_base, d_final,
     )  # fmt: skip
     d_scales, d_taps, d_sink, d_add_scale, d_constant = d_weights.split([count, size, 1, 1, count], 1)
     if log_forget is None:
