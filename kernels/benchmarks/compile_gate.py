@@ -2,10 +2,11 @@
 
     python kernels/benchmarks/compile_gate.py [--quick] [--only scan] [--json FILE] [--accept]
 
-Per entry: registers, stack (a spill fails, but in float32), shared memory (at most 227 KB), how many programs a
-multiprocessor can hold, and WGMMA instructions that take their left operand from registers (any fails: ptxas below 13.3
-may reuse those too early). Registers may exceed those of registers.json by 8; `--accept` stores new ones. Needs triton
-and its ptxas; 1 to 10 s per entry and core. `--quick`: bfloat16 with 64 and 128 dims.
+Per entry: registers, stack (a spill fails, in float32 one of more than 3 KB), shared memory (at most 227 KB), how many
+programs a multiprocessor can hold, and WGMMA instructions that take their left operand from registers (any fails: ptxas
+below 13.3 may reuse those too early; in float32 any WGMMA fails, since it would round). Registers may exceed those of
+registers.json by 8; `--accept` stores new ones. Needs triton and its ptxas; 1 to 10 s per entry and core. `--quick`:
+bfloat16 with 64 and 128 dims.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from pathlib import Path
 MAX_SHARED = 232448
 # Bytes: one step of MesaNet has two matrices of 128x128 in flight, and where it solves directly some vectors spill.
 SPILLS = {"step mesa bf16 K=128": 96, "step mesa fp16 K=128": 96}
+# Of float32, whose operands do not fit the registers. A launch reserves that for each thread that a GPU can hold: .8 GB
+# on an H200.
+SPILLS_FULL = 3072
 WIDE = "bf16 K=96", "bf16 K=128", "fp16 K=96", "fp16 K=128"
 # What a scan with everything asked for spills are addresses, of which it reads three again in each chunk. Two programs
 # on a multiprocessor are worth more than that.
@@ -121,11 +125,12 @@ def entries(quick: bool) -> Iterator[tuple]:
     import triton
     import triton.language as tl
     from linearize_kernels import grads, prep, scan
+    from linearize_kernels.api import WIDEST
     from linearize_kernels.common import Chunks
 
     row_types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     packed = ("table", "offsets", "cu_seqlens")
-    shapes = (
+    all_shapes = (
         [(64, 64), (128, 128)]
         if quick
         else [(32, 32), (64, 64), (128, 128), (256, 256), (96, 96), (64, 128), (128, 64)]
@@ -133,23 +138,24 @@ def entries(quick: bool) -> Iterator[tuple]:
     dtypes = ["bf16"] if quick else ["bf16", "fp16", "fp32"]
     yield from scalar_entries()
     for dtype in dtypes:
+        shapes = [shape for shape in all_shapes if max(shape) <= WIDEST[row_types[dtype]]]
         yield from step_entries(dtype, shapes)
         for K, V in shapes:
             BK = max(32, triton.next_power_of_2(K))
             for erase in (True,) if quick else (True, False):
                 label = f"{dtype} K={K} V={V}{'' if erase else ' linear'}"
                 shared = {"C": 64, "ERASE": erase, "VARLEN": False, "ACC": tl.float32}
-                shared["PRECISION"] = "tf32x3" if dtype == "fp32" else "ieee"
+                full = dtype == "fp32"
                 x, gate = torch.zeros(1, 256, 4, K, dtype=row_types[dtype]), torch.zeros(1, 256, 4)
                 rest = gate, gate if erase else None, gate, 1.0, Chunks(1, 256, None)
                 fn, launch = recorded(functools.partial(prep.prepare, x, x, *rest))
                 yield f"prep {label}", fn, dtype, launch
                 for mode in ("out", "store"):
                     out = mode == "out"
-                    tile, warps, stages = (scan.SCAN_ADD if out else scan.STORE)[BK]
+                    tile, warps, stages = scan.FULL if full else (scan.SCAN_ADD if out else scan.STORE)[BK]
                     BV = min(tile, triton.next_power_of_2(V))
                     constants = {**shared, "K": K, "V": V, "BK": BK, "BV": BV, "ADD": out, "INITIAL": True}
-                    constants["LATE"] = out and BK in scan.LATE_SCAN
+                    constants["LATE"] = out and (full or BK in scan.LATE_SCAN)
                     constants |= {"OUT": out, "STORE": not out, "FINAL": out}
                     floats = ("scalars", "initial", "final")
                     absent = packed if out else (*packed, "add_to")
@@ -164,13 +170,13 @@ def entries(quick: bool) -> Iterator[tuple]:
                         warps,
                         stages,
                     )
-                tile, warps, stages = scan.REVERSE[BK]
+                tile, warps, stages = scan.FULL if full else scan.REVERSE[BK]
                 BV = min(tile, triton.next_power_of_2(V))
                 constants = {**shared, "K": K, "V": V, "BK": BK, "BV": BV, "D_FINAL": True, "D_INITIAL": True}
-                constants |= {"STORE": True, "LATE": BK in scan.LATE_REVERSE}
+                constants |= {"STORE": True, "LATE": full or BK in scan.LATE_REVERSE}
                 floats = ("scalars", "d_final", "d_initial")
                 yield f"reverse {label}", scan.reverse_scan_kernel, dtype, constants, floats, packed, (), warps, stages
-                _, KT, BV, warps, stages = grads.grads_launch(None, K, V, erase, None)
+                _, KT, BV, warps, stages = grads.grads_launch(row_types[dtype], K, V, erase, None)
                 constants = {**shared, "K": K, "V": V, "BK": BK, "KT": KT, "BV": BV}
                 floats = ("scalars", "d_scalars")
                 yield f"grads {label}", grads.grads_kernel, dtype, constants, floats, packed, (), warps, stages
@@ -219,7 +225,7 @@ def split_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
                 split.fill_borders, state, state, maps, scalars, pieces, reverse=True
             ),
         }
-        narrow = max(32, triton.next_power_of_2(K)) in scan.NARROW
+        narrow = dtype != "fp32" and max(32, triton.next_power_of_2(K)) in scan.NARROW
         for name, call in calls.items():
             for few in (False, True) if narrow and "borders" not in name else (False,):
                 fn, launch = launched(call, few)
@@ -255,9 +261,7 @@ def mesa_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
             prepared.solve(prepared.target(v, 1.0), 20, 1e-4)
 
         for mode, tol in (("", ridge.ROUGH), (" exact", ridge.ROUGH / 10)):
-            call = functools.partial(
-                ridge.forward, k, k, v, gate, gate, weights, *states, None, v, 1.0, 20, tol, True
-            )
+            call = functools.partial(ridge.forward, k, k, v, gate, gate, weights, *states, None, v, 1.0, 20, tol, True)
             for fn, launch in all_recorded(call) + all_recorded(functools.partial(backward, mode != ""))[-2:]:
                 name = fn.__name__.removesuffix("_kernel") + " alone" * (launch.options.get("READ") is False)
                 if not mode or name in ("state", "invert", "solve", "solve alone"):
@@ -457,6 +461,7 @@ def step_entries(dtype: str, shapes: list[tuple[int, int]]) -> Iterator[tuple]:
 def check(fn, dtype: str, *how) -> dict:
     """Compile one launch for sm_90; registers, stack, shared bytes and register-A WGMMA count."""
     import triton
+    from linearize_kernels.common import REGISTERS_FULL, WARPS_FULL
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -466,10 +471,10 @@ def check(fn, dtype: str, *how) -> dict:
         warps, stages = options["num_warps"], options["num_stages"]
     else:
         constants, fp32, absent, ones, warps, stages = how
-        # float32 runs on two warps: its split products may spill, but never take a left operand from registers.
-        warps = min(warps, 2) if constants.get("PRECISION") == "tf32x3" else warps
         source = ASTSource(fn, *describe(fn, dtype, constants, fp32, absent, ones))
         options = {"num_warps": warps, "num_stages": stages}
+        if dtype == "fp32" and warps == WARPS_FULL:
+            options["maxnreg"] = REGISTERS_FULL
     compiled = triton.compile(source, target=target, options=options)
     products = re.findall(r"wgmma\.mma_async[^;]*;", compiled.asm["ptx"])
     from_registers = [x for x in products if re.search(r"\},\s*\{", x)]
@@ -497,8 +502,11 @@ def verdict(result: dict, dtype: str, name: str = "", accepted: dict[str, int] |
         return f"{result['register_a']} WGMMA with a left operand in registers"
     if name.startswith("mesa") and result.get("wgmma"):
         return f"{result['wgmma']} WGMMA: tiles of at most 32 rows have none"
-    allowed = max((limit for entry, limit in SPILLS.items() if name.startswith(entry)), default=0)
-    if result["stack"] > allowed and dtype != "fp32":
+    if dtype == "fp32" and result.get("wgmma"):
+        return f"{result['wgmma']} WGMMA: float32 is not rounded to tf32"
+    allowed = SPILLS_FULL if dtype == "fp32" else 0
+    allowed = max((limit for entry, limit in SPILLS.items() if name.startswith(entry)), default=allowed)
+    if result["stack"] > allowed:
         return f"{result['stack']} bytes of spills"
     if result["shared"] > MAX_SHARED:
         return f"{result['shared']} bytes of shared memory"

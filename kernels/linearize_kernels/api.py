@@ -23,7 +23,7 @@ from torch import Tensor
 from . import reference
 
 MAX_STEP = 8
-# Dims of a head up to which the kernels run unasked: wider ones do not fit their tiles, or spill more than a launch may.
+# Dims of a head up to which the kernels run unasked: wider ones do not fit their tiles, and in float32 spill too much.
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -442,8 +442,11 @@ def _check_step(tokens: int, **tensors: Tensor | None) -> None:
 
 def _kept(state: tuple[Tensor, ...], new: tuple[Tensor, ...], in_place: bool) -> tuple[Tensor, ...]:
     """`state` with `new` written over it; or new tensors with what is in `new`, laid out like `state`."""
-    targets = state if in_place else [torch.empty_like(old, dtype=x.dtype) for old, x in zip(state, new, strict=True)]
-    return tuple(target.copy_(x) for target, x in zip(targets, new, strict=True))
+    if not in_place:
+        state = tuple(torch.empty_like(old, dtype=x.dtype) for old, x in zip(state, new, strict=True))
+    for target, x in zip(state, new, strict=True):
+        target.copy_(x)
+    return state
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 Rules that all kernels follow.
 * The left operand of every dot that runs on four or more warps is loaded, never computed: ptxas below 13.3 may reuse
-  the registers of a register-A WGMMA too early. Products are written transposed where that needs it.
+  the registers of a register-A WGMMA too early. Products are written transposed where that needs it. float32 has no
+  WGMMA, and launches of its own: `WARPS_FULL` warps, whose threads each hold less of the operands.
 * Decays are differences of in-chunk sums, masked before the exponential.
 * 16-bit tiles are raised to float32 before any arithmetic but a dot.
 * A program adds one 64-bit base; offsets inside a tile are 32-bit.
@@ -18,6 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64
+# Warps of launches with products of float32, and registers of a thread: all there are, where ptxas would take fewer
+# and spill. Local memory is reserved for all threads that a GPU can hold: 10 KB of spills in each are 2.8 GB of an
+# H200, and a launch that does not get them fails.
+WARPS_FULL = 16
+REGISTERS_FULL = 65536 // (32 * WARPS_FULL)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
@@ -27,12 +33,13 @@ ROWS: tl.constexpr = tl.constexpr(7)
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    # The interpreter multiplies the bit patterns of bfloat16, so it gets float operands.
+def dot(a, b, ACC: tl.constexpr):
+    # The interpreter multiplies the bit patterns of bfloat16, so it gets float operands. float32 is multiplied as it
+    # is, without tensor cores: split for three tf32 products, its operands spill 26 KB in each thread at 128 dims.
     if _INTERPRETED:
         return tl.dot(a.to(ACC), b.to(ACC), out_dtype=ACC)
     else:
-        return tl.dot(a, b, input_precision=PRECISION, out_dtype=ACC)
+        return tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
 
 
 @triton.jit
@@ -144,14 +151,9 @@ def accumulator(dtype: torch.dtype):
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How a dot treats its operands; float32 is split in three tf32 products, never rounded to one."""
-    return "tf32x3" if dtype == torch.float32 else "ieee"
-
-
-def launch_warps(dtype: torch.dtype, warps: int) -> int:
-    """Warps of a launch: two for float32, whose split operands sit in registers and must not reach a WGMMA."""
-    return min(warps, 2) if dtype == torch.float32 else warps
+def registers(dtype: torch.dtype) -> int | None:
+    """Registers to demand for a thread of a launch with products of `dtype`."""
+    return REGISTERS_FULL if dtype == torch.float32 else None
 
 
 def rows(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import CHUNK, ROWS, Chunks, accumulator, dot, launch_warps, locate_chunk, precision, strides
+from .common import CHUNK, ROWS, WARPS_FULL, Chunks, accumulator, dot, locate_chunk, registers, strides
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "v_group", "scale", "total"])
@@ -31,7 +31,7 @@ def grads_kernel(
     T, NT, H, q_group, k_group, v_group, total, scale,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, o_token, o_head,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, KT: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    ERASE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    ERASE: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -74,9 +74,9 @@ def grads_kernel(
         y = tl.load(Y + row[:, None] * V + value[None, :], mask=in_value, other=0.0)
         f = tl.load(F + row[:, None] * V + value[None, :], mask=in_value, other=0.0)
         values = tl.load(v + row[:, None] * v_token + value[None, :], mask=tile_v, other=0.0)
-        dA += dot(d_out, tl.trans(y), PRECISION, ACC)
+        dA += dot(d_out, tl.trans(y), ACC)
         if ERASE:
-            dL += dot(f, tl.trans(y), PRECISION, ACC)
+            dL += dot(f, tl.trans(y), ACC)
         d_write += tl.sum(f.to(ACC) * values.to(ACC), axis=1)
         d_value = (write[:, None] * f.to(ACC)).to(dv.dtype.element_ty)
         tl.store(dv + row[:, None] * (H * V) + value[None, :], d_value, mask=tile_v)
@@ -99,7 +99,7 @@ def grads_kernel(
             key = key0 + tl.arange(0, KT)
             tile_k = real[:, None] & (key < K)[None, :]
             keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
-            gram += dot(keys, tl.trans(keys), PRECISION, ACC)
+            gram += dot(keys, tl.trans(keys), ACC)
         # The decay is in dL already, so this is dL o M.
         dL = dL * gram
         d_erase = tl.sum(dL, axis=1)
@@ -124,14 +124,14 @@ def grads_kernel(
             tile_s = in_key[:, None] & in_value
             d_out = tl.load(do + row[:, None] * o_token + value[None, :], mask=real[:, None] & in_value, other=0.0)
             s = tl.load(states + key[:, None] * V + value[None, :], mask=tile_s, other=0.0)
-            HQ += dot(d_out, tl.trans(s), PRECISION, ACC)
+            HQ += dot(d_out, tl.trans(s), ACC)
             if ERASE:
                 f = tl.load(F + row[:, None] * V + value[None, :], mask=in_value, other=0.0)
-                HF += dot(f, tl.trans(s), PRECISION, ACC)
+                HF += dot(f, tl.trans(s), ACC)
         reach = tl.load(scalars + 4 * C + row)
         HQ = HQ * (scale * reach)[:, None]
         d_sum += tl.sum(queries.to(ACC) * HQ, axis=1)
-        HQ += dot(tl.load(pairs + square), keys, PRECISION, ACC)
+        HQ += dot(tl.load(pairs + square), keys, ACC)
         tl.store(dq + row[:, None] * (H * K) + key[None, :], HQ.to(dq.dtype.element_ty), mask=tile_k)
         if ERASE:
             erase = tl.load(scalars + 2 * C + row)
@@ -141,9 +141,9 @@ def grads_kernel(
             d_sum += erase * d_read
             HF = HF * erase[:, None]
             B = tl.load(pairs + C * C + square)
-            HF += dot(B, keys, PRECISION, ACC)
-            HF += dot(tl.trans(B), keys, PRECISION, ACC)
-        HF += dot(tl.trans(tl.load(pairs + square)), queries, PRECISION, ACC)
+            HF += dot(B, keys, ACC)
+            HF += dot(tl.trans(B), keys, ACC)
+        HF += dot(tl.trans(tl.load(pairs + square)), queries, ACC)
 
         keys = tl.load(k + row[:, None] * k_token + key[None, :], mask=tile_k, other=0.0)
         HW = tl.zeros([C, KT], dtype=ACC)
@@ -155,7 +155,7 @@ def grads_kernel(
             y = tl.load(Y + row[:, None] * V + value[None, :], mask=in_value, other=0.0)
             s = tl.load(states + key[:, None] * V + value[None, :], mask=tile_s, other=0.0)
             ds = tl.load(d_states + key[:, None] * V + value[None, :], mask=tile_s, other=0.0)
-            HW += dot(y, tl.trans(ds), PRECISION, ACC)
+            HW += dot(y, tl.trans(ds), ACC)
             inner += tl.sum(s.to(ACC) * ds.to(ACC), axis=1)
         HW = HW * tl.load(scalars + 5 * C + row)[:, None]
         stayed = tl.sum(keys.to(ACC) * HW, axis=1)
@@ -182,6 +182,7 @@ GRADS = {
     256: (32, 32, 4, 1),
     (128, 64): (32, 32, 4, 1),
 }
+FULL = (32, 16, WARPS_FULL, 1)  # the same of float32, for all dims
 
 
 def grads_launch(
@@ -189,9 +190,11 @@ def grads_launch(
 ) -> tuple[int, int, int, int, int]:
     """(keys rounded up, tile of keys, tile of values, warps, stages)."""
     padded, padded_value = max(32, triton.next_power_of_2(key_dim)), max(16, triton.next_power_of_2(value_dim))
+    if dtype == torch.float32:
+        return padded, *FULL
     key_tile, tile, default, stages = GRADS.get((padded, padded_value), GRADS[padded])
     tile = tile if erase else min(tile, 32)
-    return padded, key_tile, min(tile, padded_value), launch_warps(dtype, warps or default), stages
+    return padded, key_tile, min(tile, padded_value), warps or default, stages
 
 
 def gradients(
@@ -212,7 +215,7 @@ def gradients(
         tokens, chunks.per_row, heads, heads // q.shape[2], heads // k.shape[2], heads // v.shape[2],
         batch * tokens * heads, scale, *strides(q), *strides(k), *strides(v), *strides(do),
         K=key_dim, V=value_dim, BK=padded, KT=key_tile, BV=tile, C=CHUNK, ERASE=erase, VARLEN=chunks.packed,
-        PRECISION=precision(q.dtype), ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages,
+        ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages, maxnreg=registers(q.dtype),
     )  # fmt: skip
     return dq, dk, dv, d_scalars
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import CHUNK, LOG2E, ROWS, Chunks, accumulator, dot, launch_warps, locate_chunk, precision, strides
+from .common import CHUNK, LOG2E, ROWS, WARPS_FULL, Chunks, accumulator, dot, locate_chunk, registers, strides
 
 SCRATCH: tl.constexpr = tl.constexpr(2560)
 
@@ -105,7 +105,7 @@ def prep_kernel(
     q_batch, q_token, q_head, k_batch, k_token, k_head,
     decay_batch, decay_token, decay_head, beta_batch, beta_token, beta_head, gain_batch, gain_token, gain_head,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    ERASE: tl.constexpr, DECAY: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    ERASE: tl.constexpr, DECAY: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -155,14 +155,14 @@ def prep_kernel(
     between = (g[:, None] - g[None, :]) + (rest[:, None] - rest[None, :])
     decay = tl.exp2(tl.where(lower, between, float("-inf")))
     square = place * C * C + row[:, None] * C + row[None, :]
-    scores = dot(queries, tl.trans(keys), PRECISION, ACC) * scale
+    scores = dot(queries, tl.trans(keys), ACC) * scale
     tl.store(A + square, (scores * decay).to(A.dtype.element_ty))
     if ERASE:
         beta += batch * beta_batch + first * beta_token + head * beta_head
         erase = tl.load(beta + row * beta_token, mask=real, other=0.0).to(ACC)
         tl.store(out + 2 * C + row, erase)
         tl.store(out + 6 * C + row, erase * reach)
-        gram = dot(keys, tl.trans(keys), PRECISION, ACC)
+        gram = dot(keys, tl.trans(keys), ACC)
         L = tl.where(row[:, None] > row[None, :], gram * decay, 0.0) * erase[:, None]
         store_inverse(L, scratch + place * SCRATCH, N + place * C * C, ACC)
 
@@ -195,13 +195,13 @@ def prepare(
     erase = gain if beta is None else beta
     scratch = scalars.new_empty(chunks.count * heads * SCRATCH.value if beta is not None else 0)
     default, stages = PREP[padded]
-    warps = launch_warps(q.dtype, warps or default)
+    warps = WARPS_FULL if q.dtype == torch.float32 else warps or default
     prep_kernel[(chunks.count * heads,)](
         q, k, decay, erase, gain, scalars, N, A, scratch, chunks.table, chunks.cu_seqlens,
         chunks.tokens, chunks.per_row, heads, heads // q.shape[2], heads // k.shape[2], scale,
         *strides(q), *strides(k), *strides(decay), *strides(erase), *strides(gain),
         K=dim, BK=padded, C=CHUNK, ERASE=beta is not None, DECAY=log_decay is not None, VARLEN=chunks.packed,
-        PRECISION=precision(q.dtype), ACC=accumulator(q.dtype),
-        num_warps=warps, num_stages=stages, maxnreg=MAX_REGISTERS if warps == 4 else None,
+        ACC=accumulator(q.dtype),
+        num_warps=warps, num_stages=stages, maxnreg=MAX_REGISTERS if warps == 4 else registers(q.dtype),
     )  # fmt: skip
     return scalars, N, A

@@ -37,10 +37,8 @@ from .common import (
     Chunks,
     accumulator,
     dot,
-    launch_warps,
     locate_chunk,
     locate_sequence,
-    precision,
     rows,
     strides,
 )
@@ -165,15 +163,15 @@ def plan_kernel(
 
 
 @triton.jit
-def written(S, lines, late, keys, kept, SPLIT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+def written(S, lines, late, keys, kept, SPLIT: tl.constexpr, ACC: tl.constexpr):
     """The transposed state [BD,BK] after a chunk of keys [C,BK] and lines [BD,C]."""
     # The largest weight becomes 1, so that no product is out of float16's range.
     peak = tl.maximum(tl.max(tl.abs(late), axis=0), TINY)
     lines = lines.to(ACC) * (late * (1.0 / peak))[None, :]
     half = lines.to(keys.dtype)
-    fresh = dot(half, keys, PRECISION, ACC)
+    fresh = dot(half, keys, ACC)
     if SPLIT:
-        fresh += dot((lines - half.to(ACC)).to(keys.dtype), keys, PRECISION, ACC)
+        fresh += dot((lines - half.to(ACC)).to(keys.dtype), keys, ACC)
     return kept * S + peak * fresh
 
 
@@ -184,7 +182,7 @@ def state_kernel(
     k_batch, k_token, k_head, v_batch, v_token, v_head,
     i_batch, i_head, i_key, i_value, s_batch, s_head, s_key, s_value,
     K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    SPLIT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """States, transposed, that enter the chunks, over their bounds and zero in the padding, and those that are left.
@@ -233,8 +231,8 @@ def state_kernel(
         scaled = G * tl.where(bound > TINY, 1.0 / tl.maximum(bound, TINY), 0.0)
         at = (place * W + column[:, None]) * BK + key[None, :]
         tl.store(values_high + at, scaled.to(work), mask=(column < W)[:, None])
-        S = written(S, mine, late, keys, kept, SPLIT, PRECISION, ACC)
-        G = written(G, lines, late, keys, kept, SPLIT, PRECISION, ACC)
+        S = written(S, mine, late, keys, kept, SPLIT, ACC)
+        G = written(G, lines, late, keys, kept, SPLIT, ACC)
         place += H
         k += C * k_token
         v += C * v_token
@@ -308,7 +306,7 @@ def solve_kernel(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, a_batch, a_token, a_head,
     K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     BT: tl.constexpr, READ: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Solutions [B,T,H,K] of A x = q, their relative residuals [B,T,H], and with READ o [B,T,H,V] by `read_rows`.
 
@@ -373,20 +371,20 @@ def solve_kernel(
             z = left
             turn = across * unit
             if base >= 0:
-                z = dot((left * unit[:, None]).to(work), tl.load(M), PRECISION, ACC)
+                z = dot((left * unit[:, None]).to(work), tl.load(M), ACC)
                 unit = tl.rsqrt(tl.maximum(tl.sum(z * z, axis=1), SMALL * SMALL))
                 turn = tl.sum(z * Ad, axis=1) * unit
             turn *= inverse
             # Both have length 1, so that float16's range holds this.
             shrink = 1.0 / (1.0 + tl.abs(turn))
             direction = (z * (unit * shrink)[:, None] - direction.to(ACC) * (turn * shrink)[:, None]).to(work)
-            inner = (dot(direction, tl.trans(keys), PRECISION, ACC) * weights).to(work)
-            Ad = dot(direction, upper, PRECISION, ACC)
+            inner = (dot(direction, tl.trans(keys), ACC) * weights).to(work)
+            Ad = dot(direction, upper, ACC)
             d = direction.to(ACC)
             if SPLIT:
                 Ad += lost[None, :] * d
             Ad = Ad * stay[:, None] + diagonal[None, :] * d
-            Ad += dot(inner, keys, PRECISION, ACC)
+            Ad += dot(inner, keys, ACC)
             curve, step = sums(d * Ad, d * left)
             inverse = tl.where(curve > TINY, 1.0 / tl.maximum(curve, TINY), 0.0)
             step *= inverse
@@ -406,18 +404,18 @@ def solve_kernel(
         # Loops, not statements: with both parts in one block their operands would be in registers at the same time.
         for _ in range(0, 2 if SPLIT else 1):
             half = digits.to(work)
-            inner += dot(half, tl.trans(keys), PRECISION, ACC)
-            Ad += dot(half, upper, PRECISION, ACC)
+            inner += dot(half, tl.trans(keys), ACC)
+            Ad += dot(half, upper, ACC)
             digits -= half.to(ACC)
         if SPLIT:
-            Ad += dot(d.to(work), tl.load(low + square), PRECISION, ACC)
+            Ad += dot(d.to(work), tl.load(low + square), ACC)
         # Negative, and added last: what a product is added to has its layout, and so has the norm.
         inner = inner * -weights
         left = tl.load(q, mask=tile, other=0.0).to(ACC) * (1.0 / size)[:, None] * (1.0 / length)[:, None]
         left = left - Ad * stay[:, None] - diagonal[None, :] * d
         for _ in range(0, 2 if SPLIT else 1):
             half = inner.to(work)
-            left += dot(half, keys, PRECISION, ACC)
+            left += dot(half, keys, ACC)
             inner -= half.to(ACC)
         left = left * length[:, None]
         square_left = tl.sum(left * left, axis=1)
@@ -436,7 +434,7 @@ def solve_kernel(
         stay = tl.load(gates + 3 * C + token) * (tl.load(bounds + place * BOUNDS + 1) / whole)
         read_rows(
             half, keys, weights, stay, size * length * scale, v, v_token, values_high + place * BK * W, 1, BK, o,
-            add_to, a_token, at, token, count, V, BV, C, ADD, PRECISION, ACC,
+            add_to, a_token, at, token, count, V, BV, C, ADD, ACC,
         )  # fmt: skip
 
 
@@ -461,14 +459,14 @@ def reaching(gates, token, C: tl.constexpr):
 @triton.jit
 def read_rows(
     half, keys, weights, stay, factor, v, v_token, states, s_key, s_value, o, add_to, a_token, at, token, count,
-    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Store factor (((x keys^T) o weights) v + stay x S) + add_to of rows x = half [BT,BK] of length 1."""
     BK: tl.constexpr = half.shape[1]
     work = half.dtype
     key = tl.arange(0, BK)
     shown = (token < count)[:, None]
-    inner = dot(half, tl.trans(keys), PRECISION, ACC) * weights
+    inner = dot(half, tl.trans(keys), ACC) * weights
     peak = tl.maximum(tl.max(tl.abs(inner), axis=1), TINY)
     inner = (inner * (1.0 / peak)[:, None]).to(work)
     for value0 in range(0, V, BV):
@@ -476,8 +474,8 @@ def read_rows(
         in_value = (value < V)[None, :]
         row = tl.arange(0, C)[:, None]
         lines = tl.load(v + row * v_token + value[None, :], mask=(row < count) & in_value, other=0.0).to(work)
-        own = dot(inner, lines, PRECISION, ACC)
-        out = dot(half, tl.load(states + key[:, None] * s_key + value[None, :] * s_value), PRECISION, ACC)
+        own = dot(inner, lines, ACC)
+        out = dot(half, tl.load(states + key[:, None] * s_key + value[None, :] * s_value), ACC)
         out = (out * stay[:, None] + own * peak[:, None]) * factor[:, None]
         if ADD:
             extra = tl.load(add_to + token[:, None] * a_token + value[None, :], mask=shown & in_value, other=0.0)
@@ -491,7 +489,7 @@ def target_kernel(
     T, NT, H, k_group, v_group, scale,
     o_batch, o_token, o_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, C: tl.constexpr,
-    BT: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BT: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Cotangents of the solutions, dq* [B,T,H,K] = scale (((dO v^T) o Gam o gain_s) k + e dO S^T), BW columns each."""
     parts: tl.constexpr = C // BT
@@ -516,7 +514,7 @@ def target_kernel(
     stay = tl.load(gates + 3 * C + token) * tl.load(bounds + place * BOUNDS + 1)
     read_rows(
         half, values, reaching(gates, token, C), stay, length * scale, k, k_token, high + place * BK * BV, BK, 1,
-        target, None, 0, (batch * T + first + token) * H + head, token, count, K, BW, C, False, PRECISION, ACC,
+        target, None, 0, (batch * T + first + token) * H + head, token, count, K, BW, C, False, ACC,
     )  # fmt: skip
 
 
@@ -596,8 +594,8 @@ class Prepared:
             k, v, self.gates, sizes, self.bounds, Hkk, Hkv, self.high, self.low, self.values_high, *self.final,
             chunks.offsets, chunks.cu_seqlens, *size, *groups, *strides(k), *strides(v), *starts[0], *starts[1],
             K=key_dim, V=value_dim, W=wide_dim, BK=padded, BD=tile, SPLIT=self.split,
-            INITIAL=Hkk is not None, FINAL=final, PRECISION=precision(work),
-            num_warps=launch_warps(work, warps or state_warps), num_stages=stages, **self.shared,
+            INITIAL=Hkk is not None, FINAL=final,
+            num_warps=warps or state_warps, num_stages=stages, **self.shared,
         )  # fmt: skip
         self.M = torch.empty_like(self.high)
         if chunks.packed:
@@ -627,8 +625,8 @@ class Prepared:
             *self.size, heads // q.shape[2], *self.groups, max_iter, tol, scale, *strides(q), *strides(self.k),
             *strides(self.v), *((0, 0, 0) if add_to is None else strides(add_to)),
             K=key_dim, V=value_dim, W=self.padded_value, BK=self.padded, BV=min(tile, self.padded_value), BT=columns,
-            READ=read, ADD=add_to is not None, SPLIT=self.split, PRECISION=precision(self.work),
-            num_warps=launch_warps(self.work, self.warps or warps), num_stages=1,
+            READ=read, ADD=add_to is not None, SPLIT=self.split,
+            num_warps=self.warps or warps, num_stages=1,
             maxnreg=None if self.warps else registers, **self.shared,
         )  # fmt: skip
         return x, residual, o
@@ -642,8 +640,7 @@ class Prepared:
             do, self.k, self.v, self.gates, self.bounds, self.values_high, target, chunks.table, chunks.cu_seqlens,
             *self.size, *self.groups, scale, *strides(do), *strides(self.k), *strides(self.v),
             K=key_dim, V=do.shape[-1], BK=self.padded, BV=self.padded_value, BW=min(tile, self.padded), BT=columns,
-            PRECISION=precision(self.work), num_warps=launch_warps(self.work, self.warps or warps),
-            num_stages=1, **self.shared,
+            num_warps=self.warps or warps, num_stages=1, **self.shared,
         )  # fmt: skip
         return target
 

@@ -13,11 +13,12 @@ with e = exp(g), eta = exp(g_last - g), gamma = exp(g_last). Without erase N = 0
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import CHUNK, ROWS, Chunks, accumulator, dot, launch_warps, locate_sequence, precision, strides
+from .common import CHUNK, ROWS, WARPS_FULL, Chunks, accumulator, dot, locate_sequence, registers, strides
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "q_group", "k_group", "v_group", "scale"])
@@ -28,7 +29,7 @@ def scan_kernel(
     i_batch, i_head, i_key, i_value,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ERASE: tl.constexpr, ADD: tl.constexpr, INITIAL: tl.constexpr, OUT: tl.constexpr, STORE: tl.constexpr,
-    FINAL: tl.constexpr, VARLEN: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    FINAL: tl.constexpr, VARLEN: tl.constexpr, LATE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(V, BV)
     line = tl.program_id(0) // tiles
@@ -83,13 +84,13 @@ def scan_kernel(
         if STORE:
             tl.store(states + place * K * V + key[:, None] * V + value[None, :], half, mask=in_state)
         if ERASE:
-            r = write[:, None] * values.to(ACC) - erase[:, None] * dot(keys, half, PRECISION, ACC)
-            y = r + dot(tl.load(N + place * C * C + square), r.to(keys.dtype), PRECISION, ACC)
+            r = write[:, None] * values.to(ACC) - erase[:, None] * dot(keys, half, ACC)
+            y = r + dot(tl.load(N + place * C * C + square), r.to(keys.dtype), ACC)
         else:
             y = write[:, None] * values.to(ACC)
         if STORE:
             tl.store(Y + place * C * V + row[:, None] * V + value[None, :], y.to(keys.dtype), mask=in_value[None, :])
-        S = kept * S + dot(tl.trans(keys), (late[:, None] * y).to(keys.dtype), PRECISION, ACC)
+        S = kept * S + dot(tl.trans(keys), (late[:, None] * y).to(keys.dtype), ACC)
         if OUT:
             written = y.to(keys.dtype)
             if ADD:
@@ -98,16 +99,16 @@ def scan_kernel(
                     # Never true. The compiler fetches ahead what a product may take, and a step waits for the rest.
                     written = tl.where(T < 0, extra, written)
             if LATE:
-                out = dot(tl.load(A + place * C * C + square), written, PRECISION, ACC)
+                out = dot(tl.load(A + place * C * C + square), written, ACC)
                 if ADD:
                     out += extra.to(ACC)
                 if T > 0:  # Always true. What is loaded under a condition is not fetched ahead.
                     queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
-                    out += (scale * reach)[:, None] * dot(queries, half, PRECISION, ACC)
+                    out += (scale * reach)[:, None] * dot(queries, half, ACC)
             else:
                 queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
-                out = (scale * reach)[:, None] * dot(queries, half, PRECISION, ACC)
-                out += dot(tl.load(A + place * C * C + square), written, PRECISION, ACC)
+                out = (scale * reach)[:, None] * dot(queries, half, ACC)
+                out += dot(tl.load(A + place * C * C + square), written, ACC)
                 if ADD:
                     out += extra.to(ACC)
             tl.store(o + row[:, None] * (H * V) + value[None, :], out.to(keys.dtype), mask=tile_v)
@@ -134,7 +135,7 @@ def reverse_scan_kernel(
     q_batch, q_token, q_head, k_batch, k_token, k_head, o_batch, o_token, o_head,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ERASE: tl.constexpr, D_FINAL: tl.constexpr, D_INITIAL: tl.constexpr, STORE: tl.constexpr, VARLEN: tl.constexpr,
-    LATE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    LATE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(V, BV)
     line = tl.program_id(0) // tiles
@@ -186,21 +187,21 @@ def reverse_scan_kernel(
         grown = ((scale * reach)[:, None] * d_out.to(ACC)).to(keys.dtype)
         dS = kept * dS
         if not LATE:
-            dS += dot(tl.trans(queries), grown, PRECISION, ACC)
-        f = late[:, None] * dot(keys, half, PRECISION, ACC)
-        f += dot(tl.trans(tl.load(A + place * C * C + square)), d_out, PRECISION, ACC)
+            dS += dot(tl.trans(queries), grown, ACC)
+        f = late[:, None] * dot(keys, half, ACC)
+        f += dot(tl.trans(tl.load(A + place * C * C + square)), d_out, ACC)
         if ERASE:
-            f += dot(tl.trans(tl.load(N + place * C * C + square)), f.to(keys.dtype), PRECISION, ACC)
+            f += dot(tl.trans(tl.load(N + place * C * C + square)), f.to(keys.dtype), ACC)
         if STORE:
             cotangent = F + place * C * V + row[:, None] * V + value[None, :]
             tl.store(cotangent, f.to(keys.dtype), mask=in_value[None, :])
         if LATE:
             if T > 0:  # Always true, as in `scan_kernel`.
                 queries = tl.load(q + row[:, None] * q_token + key[None, :], mask=tile_k, other=0.0)
-                dS += dot(tl.trans(queries), grown, PRECISION, ACC)
+                dS += dot(tl.trans(queries), grown, ACC)
         if ERASE:
             lost = (-erase[:, None] * f).to(keys.dtype)
-            dS += dot(tl.trans(keys), lost, PRECISION, ACC)
+            dS += dot(tl.trans(keys), lost, ACC)
         reach = next_reach
         late = next_late
         erase = next_erase
@@ -229,6 +230,10 @@ LATE_SCAN = {128}
 LATE_REVERSE = {128}
 
 
+# float32: (tile of values, warps, stages) for all dims.
+FULL = (16, WARPS_FULL, 1)
+
+
 def programs(table: dict, keys: int, values: int, lines: int) -> tuple[int, tuple[int, int, int]]:
     """(programs, (tile of values, warps, stages)) of a scan of `lines` (sequences x heads)."""
     padded, widest = max(32, triton.next_power_of_2(keys)), max(16, triton.next_power_of_2(values))
@@ -241,10 +246,17 @@ def programs(table: dict, keys: int, values: int, lines: int) -> tuple[int, tupl
 
 
 def _launch(table: dict, x: Tensor, keys: int, values: int, lines: int, warps: int | None) -> tuple[int, ...]:
-    """(programs, keys rounded up, tile of values, warps, stages); float32 never gets asynchronous products."""
-    count, (tile, default, stages) = programs(table, keys, values, lines)
+    """(programs, keys rounded up, tile of values, warps, stages); `warps` replaces those of tables with WGMMA."""
     padded = max(32, triton.next_power_of_2(keys))
-    return count, padded, tile, launch_warps(x.dtype, warps or default), stages
+    if x.dtype == torch.float32:
+        return lines * triton.cdiv(values, FULL[0]), padded, *FULL
+    count, (tile, default, stages) = programs(table, keys, values, lines)
+    return count, padded, tile, warps or default, stages
+
+
+def _late(keys: set[int], x: Tensor, padded: int, count: int) -> bool:
+    """Whether queries are loaded where they are used: by `keys` of a table, and in float32, which spills less so."""
+    return x.dtype == torch.float32 or (padded in keys and count > AT_ONCE)
 
 
 def scan(
@@ -275,8 +287,8 @@ def scan(
         *((0, 0, 0, 0) if initial is None else initial.stride()),
         K=key_dim, V=value_dim, BK=padded, BV=tile, C=CHUNK, ERASE=N.numel() > 0, ADD=add_to is not None,
         INITIAL=initial is not None, OUT=read, STORE=recompute, FINAL=final, VARLEN=chunks.packed,
-        LATE=read and padded in LATE_SCAN and count > AT_ONCE, PRECISION=precision(q.dtype), ACC=accumulator(q.dtype),
-        num_warps=warps, num_stages=stages,
+        LATE=read and _late(LATE_SCAN, q, padded, count), ACC=accumulator(q.dtype),
+        num_warps=warps, num_stages=stages, maxnreg=registers(q.dtype),
     )  # fmt: skip
     return (states, written) if recompute else (o, last)
 
@@ -301,7 +313,7 @@ def reverse_scan(
         tokens, chunks.per_row, heads, heads // q.shape[2], heads // k.shape[2], scale,
         *strides(q), *strides(k), *strides(do),
         K=key_dim, V=value_dim, BK=padded, BV=tile, C=CHUNK, ERASE=N.numel() > 0, D_FINAL=d_final is not None,
-        D_INITIAL=d_initial, STORE=store, VARLEN=chunks.packed, LATE=padded in LATE_REVERSE and count > AT_ONCE,
-        PRECISION=precision(q.dtype), ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages,
+        D_INITIAL=d_initial, STORE=store, VARLEN=chunks.packed, LATE=_late(LATE_REVERSE, q, padded, count),
+        ACC=accumulator(q.dtype), num_warps=warps, num_stages=stages, maxnreg=registers(q.dtype),
     )  # fmt: skip
     return d_states, F, first

@@ -143,8 +143,7 @@ def borders_kernel(
                     else:
                         M = maps + (place * K + key[:, None]) * K + inner[None, :]
                     M = tl.load(M, mask=(key < K)[:, None] & in_inner[None, :], other=0.0)
-                    # Float32 as it is: errors would run along the whole sequence.
-                    S += dot(M, part, "ieee", ACC)
+                    S += dot(M, part, ACC)
             else:
                 start = tl.load(pieces + 4 * piece + 1)
                 chunks = (tl.load(pieces + 4 * piece + 2) - start + C - 1) // C

@@ -288,7 +288,7 @@ def readout_kernel(
     T, NT, H, group, v_batch, v_token, v_head, a_batch, a_token, a_head,
     M: tl.constexpr, J: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     SINK: tl.constexpr, OPENING: tl.constexpr, TAIL: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (V + BV - 1) // BV
     kv_heads = H // group
@@ -337,7 +337,7 @@ def readout_kernel(
                     tl.load(line + 2 * C),
                 )  # fmt: skip
                 read += mean[:, None] * (rho * kept)[None, :]
-            read += dot(values, weights.to(values.dtype), PRECISION, ACC)
+            read += dot(values, weights.to(values.dtype), ACC)
             local += read
         at = (batch * T + first) * H + head
         tl.store(base + at * V + row[None, :] * (H * V) + column[:, None], local.to(kind), mask=tile)
@@ -356,7 +356,7 @@ def weight_grads_kernel(
     v, d_base, logs, reads, scales, entering, leaving, d_logs, d_weights, table, cu_seqlens,
     T, NT, H, group, size, v_batch, v_token, v_head, o_batch, o_token, o_head,
     M: tl.constexpr, J: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CONSTANT: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the logs and of rho_m."""
     COLUMNS: tl.constexpr = 2 * M + J + 2
@@ -376,7 +376,7 @@ def weight_grads_kernel(
     tile = real[:, None] & inside[None, :]
     values = tl.load(v + row[:, None] * v_token + column[None, :], mask=tile, other=0.0)
     slope = tl.load(d_base + row[None, :] * o_token + column[:, None], mask=tl.trans(tile), other=0.0)
-    scores = dot(values, slope, PRECISION, ACC)
+    scores = dot(values, slope, ACC)
     for m in range(0, M):
         own = logs + (line * M + m) * 3 * C
         out = d_weights + line * COLUMNS + m
@@ -410,7 +410,7 @@ def value_grads_kernel(
     d_base, logs, scales, taps, sink, leaving, ahead, dv, d_opening, table, cu_seqlens,
     T, NT, H, group, o_batch, o_token, o_head,
     M: tl.constexpr, J: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SINK: tl.constexpr,
-    OPENING: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    OPENING: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the values: the readout backwards, over the query heads of a KV head."""
     TILES: tl.constexpr = (V + BV - 1) // BV
@@ -445,7 +445,7 @@ def value_grads_kernel(
                 later = tl.load(leaving + (line * (M + 1) + m) * V + column, mask=inside, other=0.0)
                 through += later[:, None] * leaving_weights(own, row, count, C)[None, :]
             slope = tl.load(slopes + row[None, :] * o_token + column[:, None], mask=tile, other=0.0)
-            through += dot(slope, tl.trans(weights).to(slope.dtype), PRECISION, ACC)
+            through += dot(slope, tl.trans(weights).to(slope.dtype), ACC)
     if SINK:
         if first == start:
             d_top = tl.zeros([BV], dtype=ACC)
@@ -477,8 +477,6 @@ WARPS = {
     256: (8, 8, 8, 8),
 }
 TILE = 128
-# Of float32: its products are small, and three tf32 terms in two warps would not fit their registers.
-PRECISE = "ieee"
 
 
 def _width(dim: int) -> int:
@@ -486,9 +484,9 @@ def _width(dim: int) -> int:
 
 
 def _warps(v: Tensor, warps: int | None) -> list[int]:
-    """Warps of the launches of WARPS; those with products may be replaced, and float32 gets more registers."""
+    """Warps of the launches of WARPS; those with products may be replaced, but float32 has its own: no WGMMA."""
     simple, *products = WARPS.get(v.shape[-1], WARPS[_width(v.shape[-1])])
-    return [simple, *(warps or (8 if v.dtype == torch.float32 else default) for default in products)]
+    return [simple, *(8 if v.dtype == torch.float32 else warps or default for default in products)]
 
 
 def _widths(v: Tensor, scales: Tensor) -> dict:
@@ -560,7 +558,7 @@ def forward(
         None if tail is None else tail.contiguous(), None if opening is None else opening.contiguous(), base,
         *tables, *size, *strides_of(v), *((0, 0, 0) if add_to is None else strides_of(add_to)),
         J=0 if taps is None else taps.shape[0], SINK=sink is not None, OPENING=opening is not None,
-        TAIL=tail is not None, ADD=add_to is not None, SCALED=add_scale is not None, PRECISION=PRECISE,
+        TAIL=tail is not None, ADD=add_to is not None, SCALED=add_scale is not None,
         num_warps=product, **shared | {"BV": tile},
     )  # fmt: skip
     return base, final.flatten(1, 2), entering, totals
@@ -611,14 +609,14 @@ def backward(
         weight_grads_kernel[(chunks.count * heads,)](
             v, d_base, lines, reads, scales, entering, leaving, d_logs, d_weights, *tables, *sizes,
             batch * tokens * heads * count, *strides_of(v), *strides_of(d_base),
-            CONSTANT=constant, PRECISION=PRECISE, num_warps=of_weights, **shared,
+            CONSTANT=constant, num_warps=of_weights, **shared,
         )  # fmt: skip
     dv = v.new_empty(batch, tokens, kv_heads, dim)
     d_opening = entering.new_zeros(opening.shape if opening is not None else 0)
     tile = min(TILE, widths["BV"])
     value_grads_kernel[(chunks.count * kv_heads * triton.cdiv(dim, tile),)](
         d_base, lines, scales, taps, sink, leaving, ahead, dv, d_opening, *tables, *sizes, *strides_of(d_base),
-        PRECISION=PRECISE, num_warps=of_values, **flags, **shared | {"BV": tile},
+        num_warps=of_values, **flags, **shared | {"BV": tile},
     )  # fmt: skip
     return dv, d_logs, d_weights.sum(0), d_add, ahead[:, :, :count].flatten(1, 2), d_opening
 

@@ -159,6 +159,7 @@ def check_steps(x, erase=True, width=3, scales=2, limit=1e-12, in_place=True):
             time_scales=(slow[0][:, a : a + width], slow[1][:, a : a + width], slow[2], *state[4:]),
         )  # fmt: skip
         assert all((s.data_ptr() == n.data_ptr()) == in_place for s, n in zip(state, new, strict=True))
+        assert all(s.stride() == n.stride() for s, n in zip(state, new, strict=True))
         assert in_place or all(torch.equal(s, b) for s, b in zip(state, before, strict=True))
         state = new
         outs.append(o)
@@ -234,6 +235,7 @@ def check_ridge_steps(x, width, in_place, limit=1e-10, inverse=None):
             time_scales=scales, in_place=in_place, preconditioner=inverse, max_iter=40, tol=1e-12,
         )  # fmt: skip
         assert all((s.data_ptr() == n.data_ptr()) == in_place for s, n in zip(state, new, strict=True))
+        assert all(s.stride() == n.stride() for s, n in zip(state, new, strict=True))
         assert in_place or all(torch.equal(s, b) for s, b in zip(state, before, strict=True))
         state = new
         outs.append(o)

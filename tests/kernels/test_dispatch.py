@@ -55,13 +55,14 @@ def test_heads_too_wide_for_a_kernel_are_one_clear_line(monkeypatch):
 
 
 def test_wide_heads_take_the_torch_form_unless_asked(monkeypatch):
-    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    monkeypatch.delenv("LINEARIZE_KERNELS", raising=False)
-    assert uses_kernels(x, 128, 128)
-    for dims in ((256, 256), (64, 256), (129, 64)):
-        assert not uses_kernels(x, *dims)
-    monkeypatch.setenv("LINEARIZE_KERNELS", "triton")
-    assert uses_kernels(x, 256, 256)
+    for dtype, widest in ((torch.bfloat16, 256), (torch.float16, 256), (torch.float32, 128)):
+        x = SimpleNamespace(is_cuda=True, dtype=dtype)
+        monkeypatch.setenv("LINEARIZE_KERNELS", "auto")
+        assert uses_kernels(x, widest, widest)
+        for dims in ((widest + 1, 64), (64, widest + 1)):
+            assert not uses_kernels(x, *dims)
+        monkeypatch.setenv("LINEARIZE_KERNELS", "triton")
+        assert uses_kernels(x, 257, 257)
 
 
 def test_operators_tell_the_dims_of_their_heads(monkeypatch):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from linearize_kernels import linear_attn, mesa, mesa_step
-from linearize_kernels.conjugate import recurrent_mesa
-from tolerances import assert_close
+from linearize_kernels.conjugate import recurrent_mesa, solve_queries
+from tolerances import TOLERANCE, assert_close
 
 SOLVED = {"max_iter": 200, "tol": 1e-14}
 
@@ -51,6 +51,24 @@ def test_mesa_equals_direct_solves(tokens):
     want, last = recurrent_mesa(q, k, v, log_decay, gain, ridge, 0.7, (Hkv, Hkk))
     compare((o, *final), (want, *last), leaves)
     assert residual.shape == gain.shape and float(residual.max()) < 1e-12
+
+
+@pytest.mark.parametrize("tol", [1e-4, 1e-6])
+def test_float32_is_as_exact_as_residual_and_condition_allow(tol):
+    """|x - x*| <= condition |q - A x| / |q| |x*|: what a test asks of the error it must ask of the solve."""
+    rounded = [x.detach().float() for x in inputs(100)]
+    q, k, _, log_decay, gain, ridge, _, Hkk = (x.double() for x in rounded)
+    solution, residual = solve_queries(*(rounded[i] for i in (0, 1, 3, 4, 5, 7)), None, 300, tol)
+    assert float(residual.max()) <= tol + 1e-6  # what rounding leaves
+    for t in range(100):
+        written = gain[:, t, :, None, None] * k[:, t, :, :, None] * k[:, t, :, None]
+        Hkk = log_decay[:, t, :, None, None].exp() * Hkk + written
+        A = Hkk + torch.diag_embed(ridge)
+        want = torch.linalg.solve(A, q[:, t])
+        errors = (solution[:, t] - want).norm(dim=-1) / want.norm(dim=-1)
+        assert bool((errors <= torch.linalg.cond(A) * residual[:, t] + 1e-6).all())
+        if tol == 1e-6:
+            assert float(errors.max()) <= TOLERANCE["float32 on GPU"][0]
 
 
 def test_no_tokens():

@@ -258,6 +258,19 @@ def test_steps_continue_a_prefill_in_place(width):
         assert_close("state", state, last, EXACT)
 
 
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_step_out_of_place_keeps_the_layout_of_the_state(turned):
+    q, k, v, log_decay, beta, gain, state, _ = (x.detach() for x in delta_inputs(2, 3, 4, (1, 2, 2)))
+    state = state.mT.contiguous().mT if turned else state
+    before = state.clone()
+    for o, new in (
+        gated_delta_step(q, k, v, log_decay, beta, gain=gain, state=state, in_place=False),
+        linear_attn_step(q, k, v, log_decay, gain, state=state, in_place=False),
+    ):
+        assert new.stride() == state.stride() and o.shape == v.shape[:2] + (4, v.shape[-1])
+        assert new.data_ptr() != state.data_ptr() and torch.equal(state, before) and not torch.equal(new, before)
+
+
 # ---- running statistics ---------------------------------------------------------------------------------------------
 
 
