@@ -70,12 +70,15 @@ def align_layer(
         loss.backward()
         return loss.detach()
 
+    batch = next(steps)
     for step in range(count):
-        batch = next(steps)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, count, options)
         loss = descend(batch.x, batch.target, batch.kwargs)
         norm = nn.utils.clip_grad_norm_(parameters.values(), CLIP)
+        tokens = batch.x.shape[0] * batch.x.shape[1]
+        if step + 1 < count:
+            batch = next(steps)  # made while a GPU is busy with this one
         losses.append(float(loss))
         if not (math.isfinite(losses[-1]) and torch.isfinite(norm)):
             fix = "lower align.lr" if step else "the calibrated start is not usable: raise calibrate.tokens"
@@ -84,7 +87,7 @@ def align_layer(
             _check_gradients(parameters, name)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        progress(batch.x.shape[0] * batch.x.shape[1], losses[-1])
+        progress(tokens, losses[-1])
     optimizer.zero_grad(set_to_none=True)
     mixed.eval().requires_grad_(False)
     return losses

@@ -32,7 +32,7 @@ from linearize.mixers import HeadShape, MixedAttention, Sample, Segments, build_
 from linearize.observe import observe
 from linearize.processes import Processes, half_precision
 from linearize.recipe import Align, Recipe
-from linearize.replay import Replay
+from linearize.replay import Aside, Replay
 from linearize.student import packed_documents
 from linearize.teacher import Teacher
 
@@ -345,7 +345,7 @@ class Layerwise:
     def _steps(self, i: int, layer: nn.Module, stream: Stream, rows: int) -> Iterator[Step]:
         """Endless batches of ``rows`` rows; every pass over the text has an order of its own, by seed and layer."""
         generator = torch.Generator().manual_seed(self.recipe.run.seed * 100_003 + i)
-        order = torch.empty(0, dtype=torch.long)
+        order, aside = torch.empty(0, dtype=torch.long), Aside(self.here.device)
 
         @Replay
         def look(hidden: Tensor, kwargs: dict) -> tuple[Tensor, Tensor]:
@@ -358,7 +358,8 @@ class Layerwise:
                 order = torch.cat([order, torch.randperm(len(stream.rows), generator=generator)])
             pick, order = order[:rows], order[rows:]
             hidden = stream.teacher[pick]
-            kwargs, packed = self._kwargs(i, hidden, stream.rows.positions[pick])
+            # Masks of packed rows are made by code that waits for the device.
+            kwargs, packed = aside(self._kwargs, i, hidden, stream.rows.positions[pick])
             x, target = look(hidden, kwargs)
             kwargs.pop("attention_mask", None)
             yield Step(x, target, kwargs | packed)

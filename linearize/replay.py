@@ -13,6 +13,28 @@ WARM = 2  # plain runs of a shape before it is captured: kernels compile and che
 GRAPHS = 8  # kept; rows with another number of documents, or of another length, need one of their own
 
 
+class Aside:
+    """Work beside what a GPU is busy with: code that waits for the device waits for its own kernels alone.
+
+    What it returns may be used by the current stream from then on. On a CPU it is a plain call.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, run: Callable[..., Any], *args) -> Any:
+        if self.stream is None:
+            return run(*args)
+        current = torch.cuda.current_stream(self.stream.device)
+        with torch.cuda.stream(self.stream):
+            result = run(*args)
+        current.wait_stream(self.stream)
+        for x in tree_flatten(result)[0]:
+            if isinstance(x, Tensor) and x.is_cuda:
+                x.record_stream(current)  # its memory is not given away before this stream is done with it
+        return result
+
+
 class Replay:
     """``run`` as it is, or on a GPU, from the third call with the same shapes on, as one launch.
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from linearize.mixers import Segments
 from linearize.mixers.expansion import Layout
-from linearize.replay import GRAPHS, Replay
+from linearize.replay import GRAPHS, Aside, Replay
 from linearize.student import packed_documents
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -78,3 +78,21 @@ def test_a_bound_of_the_documents_is_enough(rows):
     assert exact.cu_seqlens.tolist() == torch.tensor([0, *(n for row in rows for n in row)]).cumsum(0).tolist()
     assert bounded.cu_seqlens.tolist() == exact.cu_seqlens.tolist() + [16] * (documents - count)
     assert torch.equal(bounded.start, exact.start)
+
+
+def test_aside_is_a_plain_call_on_a_cpu():
+    assert Aside(torch.device("cpu"))(lambda a, b: a - b, 5, 3) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_aside_does_not_wait_for_the_device():
+    busy = torch.ones(4096, 4096, device="cuda")
+    aside, done, small = Aside(torch.device("cuda")), torch.cuda.Event(), torch.ones(4)
+    torch.cuda.synchronize()
+    for _ in range(200):
+        busy = busy @ busy * 1e-4
+    done.record()
+    found = aside(lambda x: {"sum": float(x.cuda().sum()), "twice": 2 * x.cuda()}, small)
+    assert not done.query() and found["sum"] == 4
+    assert found["twice"].sum().item() == 8
