@@ -13,7 +13,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.errors import UserError
 
-LOGITS = 2**26  # logits in one forward pass, at most: 256 MB in float32
+# Of one forward pass, at most: logits (in float32 256 MB, and 2 GB) and tokens.
+LOGITS = {"cpu": 2**26, "cuda": 2**29}
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 PAIRS_ASKED = 16  # questions at the end of one recall prompt
 NGRAM = 4
@@ -64,7 +65,8 @@ def document_losses(
             end = min(begin + context, len(ids))
             rows.append((number, before[max(0, end - context) : end], ids[begin:end]))
     rows.sort(key=lambda row: -len(row[1]))
-    at_once = min(BATCH_TOKENS.get(model.device.type, BATCH_TOKENS["cuda"]), LOGITS // model.config.vocab_size)
+    tokens, logits = (limit.get(model.device.type, limit["cuda"]) for limit in (BATCH_TOKENS, LOGITS))
+    at_once = min(tokens, logits // model.config.vocab_size)
     start = 0
     while start < len(rows):
         length = len(rows[start][1])

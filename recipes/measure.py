@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from linearize import evaluate as evaluation
-from linearize import harness, probes
+from linearize import harness
 from linearize.checkpoint import atomic_write_text, read_object
 from linearize.console import Console, format_seconds, plain
 from linearize.convert import convert
@@ -48,7 +48,6 @@ CHOICES = tuple(f"local_{name}" for name in CHOICES)
 LAMBADA, WIKITEXT = "local_lambada", "local_wikitext2"
 # Requests at once on a GPU: of short questions, and of documents in windows as long as the model's positions.
 BATCH = {"tasks": "256", "wikitext2": "8"}
-GPU_LOGITS = 2**30  # logits at a time of perplexity: the library's own bound is for small machines
 RESAMPLES = 1000  # of a bootstrap; lm-eval's 100,000 take longer than LAMBADA itself
 POINTS = 200  # of a loss curve
 LAYER_POINTS = 20  # of a layer's
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace, command: str) -> None:
         results.found["curve"] = curve(model / "metrics.jsonl")
         results.write()
     if todo:
-        lean(device)
+        lean()
         texts = args.out / "heldout.jsonl"
         if not texts.is_file():
             with results.stage("long documents"):
@@ -139,10 +138,8 @@ def long_documents(recipe: Recipe, count: int) -> str:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
-def lean(device: torch.device) -> None:
+def lean() -> None:
     """Spare what takes long and changes no score: lm-eval's description of the machine, most of its resampling."""
-    if device.type == "cuda":
-        probes.LOGITS = GPU_LOGITS
     try:
         from lm_eval import evaluator
     except ImportError:

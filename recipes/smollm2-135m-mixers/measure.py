@@ -6,7 +6,8 @@ MODEL: SmolLM2-135M-Instruct as a Hub id, folder or .gguf file. --data: training
 about a twentieth of its documents, chosen by hash, is held out. --wikitext: WikiText-2 articles as .jsonl with the
 field `page`, measured on and nothing else. Each mixer is converted twice, without alignment and with --align-tokens a
 layer, with the layers of --keep left as softmax. The file is written after every arm, and an arm that is in it is not
-run again; --budget-seconds begins no arm once it is used up.
+run again; --budget-seconds begins no arm once it is used up. At the end, and with --table FILE alone, what was found is
+printed as a table.
 """
 
 import argparse
@@ -31,19 +32,25 @@ ORDER = ("gdn", "gdn-standard", "mesanet", "deltanet", "vala", "ttt", "gdn-nativ
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("--data", required=True)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--table", type=Path, metavar="FILE")
+    parser.add_argument("--data")
     parser.add_argument("--wikitext", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--mixers", default=",".join(ORDER), help="in this order")
     parser.add_argument("--keep", default="25%,none", help="--keep-softmax of each block of arms")
     parser.add_argument("--calibrate-tokens", default="32k")
     parser.add_argument("--align-tokens", default="5M")
+    parser.add_argument("--align-batch", default="16k", help="tokens in a step of alignment")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--decode-context", type=int, default=8192)
     parser.add_argument("--budget-seconds", type=float, default=float("inf"))
     args = parser.parse_args()
+    if args.table:
+        return print(table(json.loads(args.table.read_text())))
+    if not (args.model and args.data and args.out):
+        parser.error("MODEL, --data and --out, or --table FILE")
     mixers = args.mixers.split(",")
     if unknown := set(mixers) - set(MIXERS):
         parser.error(f"no such mixer: {', '.join(sorted(unknown))}")
@@ -52,20 +59,43 @@ def main() -> None:
     gpu = args.device.startswith("cuda")
     results = {
         "command": f"measure.py MODEL --data ... --calibrate-tokens {args.calibrate_tokens} "
-        f"--align-tokens {args.align_tokens} --context {args.context} --device {args.device}",
+        f"--align-tokens {args.align_tokens} --align-batch {args.align_batch} --context {args.context} "
+        f"--device {args.device}",
         "device": torch.cuda.get_device_name() if gpu else platform.processor() or "cpu",
         "torch": torch.__version__,
         "arms": [],
     }
     if args.out.exists():
         results = json.loads(args.out.read_text())
+    if args.wikitext and "teacher" not in results:
+        results["teacher"] = wikitext(args.model, args)
     done = {(arm["mixer"], arm["keep"]) for arm in results["arms"]}
     for keep in args.keep.split(","):
         for mixer in mixers:
             if (mixer, keep) in done or time.monotonic() - began > args.budget_seconds:
                 continue
-            results["arms"].append(measure(mixer, keep, args))
+            results["arms"].append(json.loads(json.dumps(measure(mixer, keep, args))))
             args.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results))
+
+
+def table(results: dict) -> str:
+    """The arms as Markdown: perplexities over the teacher's, bytes of cache at 8k tokens, time of a decoded token."""
+    theirs = results.get("teacher", {}).get("token_perplexity")
+    lines = [
+        "| mixer | softmax kept | held-out, start | held-out, aligned | WikiText-2, start | WikiText-2, aligned "
+        "| cache at 8k | a token | alignment, tokens/s a layer |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in results["arms"]:
+        start, aligned = arm["start"], arm["aligned"]
+        wiki = [f"{at['wikitext2']['token_perplexity'] / theirs:.3f}" if theirs else "" for at in (start, aligned)]
+        lines.append(
+            f"| {arm['mixer']} | {arm['keep']} | {start['heldout']['ratio']:.3f} | {aligned['heldout']['ratio']:.3f} "
+            f"| {wiki[0]} | {wiki[1]} | {arm['cache_bytes']['8192'] / 1e6:.0f} MB "
+            f"| {aligned['decode']['step_ms']['median']:.1f} ms | {aligned['align_tokens_per_second'] / 1e6:.2f} M |"
+        )
+    return "\n".join(lines)
 
 
 def measure(mixer: str, keep: str, args: argparse.Namespace) -> dict:
@@ -79,6 +109,7 @@ def measure(mixer: str, keep: str, args: argparse.Namespace) -> dict:
             "calibrate.context": args.context,
             "align.tokens": tokens,
             "align.context": args.context,
+            "align.batch_tokens": args.align_batch,
             "data.source": args.data,
             "data.heldout_tokens": "32k",
             "run.device": args.device,
@@ -98,20 +129,26 @@ def measure(mixer: str, keep: str, args: argparse.Namespace) -> dict:
                     sum(len(at["losses"]) * at["tokens_per_step"] for at in layers)
                     / sum(at["align_seconds"] for at in layers)
                 )
-            model = open_model(str(out))
-            student = model.load(torch.device(args.device), "float32")
             if args.wikitext:
-                lines = args.wikitext.read_text(encoding="utf-8").splitlines()
-                pages = [json.loads(line)["page"] for line in lines]
-                found["wikitext2"] = perplexities(document_losses(student, model.tokenizer, pages, 2 * args.context))
+                found["wikitext2"] = wikitext(str(out), args)
             if stage == "aligned":
+                student = open_model(str(out)).load(torch.device(args.device), "float32")
                 found["decode"] = decode(student, args.decode_context, 1, 16)
-            del student
+                del student
         arm[stage] = found
         ppl, ratio = found["heldout"]["student_perplexity"], found["heldout"]["ratio"]
         print(f"{keep:5} {mixer:13} {stage:8} {ppl:10.2f} ({ratio:.3f}x) {seconds:.0f} s", flush=True)
     cache = {at["tokens"]: at["student"] for at in record["cache"]}
     return arm | {"cache_bytes": cache}
+
+
+def wikitext(model: str, args: argparse.Namespace) -> dict:
+    """Perplexities of a model on the articles of --wikitext."""
+    opened = open_model(model)
+    lines = args.wikitext.read_text(encoding="utf-8").splitlines()
+    pages = [json.loads(line)["page"] for line in lines]
+    loaded = opened.load(torch.device(args.device), "float32")
+    return perplexities(document_losses(loaded, opened.tokenizer, pages, 2 * args.context))
 
 
 if __name__ == "__main__":
