@@ -150,10 +150,11 @@ def packed_starts(positions: Tensor, batch: int) -> Tensor | None:
 def packed_documents(positions: Tensor, batch: int) -> tuple[Tensor | None, int]:
     """``mixer_reset`` and ``mixer_documents`` of rows with these positions [B or 1, T] on the CPU.
 
-    The number is a power of two that is not below that of the documents, so that few numbers occur.
+    The number is a power of two that is not below that of the documents, nor below four for each row: few numbers
+    occur, mostly one, for each of which graphs are captured and layers compiled.
     """
     starts = packed_starts(positions, batch)
-    return starts, batch if starts is None else 1 << (int(starts.sum()) - 1).bit_length()
+    return starts, batch if starts is None else 1 << (max(int(starts.sum()), 4 * batch) - 1).bit_length()
 
 
 def padded_positions(real: Tensor, length: int) -> Tensor:
