@@ -522,13 +522,17 @@ class Trainer:
     # -- around training
 
     def trial(self) -> tuple[float, int]:
-        """(seconds of a step, peak bytes) measured on random text, twice, so that compilation is not counted."""
+        """(seconds of a step, peak bytes) measured on random text, twice, so that compilation is not counted.
+
+        Rows hold two documents, as packed text does: what compiles is what training needs.
+        """
         at = max(self.passes, key=lambda p: p.context)
         rows = max(1, self.options.micro_tokens // at.context)
         rows = min(rows, at.rows // self.here.world)
         size = self.student.config.vocab_size
         ids = torch.randint(size, (rows, at.context), generator=torch.Generator().manual_seed(0))
-        positions = torch.arange(at.context).expand(rows, -1)
+        first = -(-at.context // 2)
+        positions = torch.cat([torch.arange(first), torch.arange(at.context - first)]).expand(rows, -1)
         seconds = 0.0
         # Random text is nothing to keep, and the teacher's time is part of a step.
         folder, self.targets.folder = self.targets.folder, None

@@ -169,9 +169,7 @@ def fla() -> dict[str, Callable]:
     try:
         from fla.ops.mesa_net import chunk_mesa_net
 
-        found["mesa"] = lambda q, k, v, decay, gain, ridge: (
-            chunk_mesa_net(q, k, v, decay, gain, ridge, max_CG_iteration=30),
-        )
+        found["mesa"] = lambda *x: chunk_mesa_net(*x, max_CG_iteration=30)
     except Exception as error:
         print("without MesaNet of flash-linear-attention:", (str(error).splitlines() or [type(error).__name__])[0])
     return found
