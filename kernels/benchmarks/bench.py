@@ -376,6 +376,33 @@ def measure(case: dict, baselines: dict[str, Callable], repeats: int, device: st
     return row
 
 
+def table(report: dict) -> str:
+    """The rows as Markdown: medians with a cold L2 in ms, and how many times the bytes take at full bandwidth."""
+    lines = [
+        "| operator | rows x tokens x heads x dims | forward | of floor | forward + backward | of floor | beside |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        if "error" in row:
+            continue
+        size = "x".join(str(row[name]) for name in ("batch", "tokens", "heads", "dim"))
+        notes = [f"packed {row['packed']}"] if row.get("packed") else []
+        notes += [f"groups of {row['group']}"] if row["group"] > 1 else []
+        cells, beside = [], {}
+        for kind in ("forward", "both"):
+            cold = row.get(kind, {}).get("ms", {}).get("cold")
+            if cold is None:
+                cells += ["", ""]
+                continue
+            own = cold["kernels"][0]
+            cells += [f"{own:.3f}" if own >= 0.1 else f"{own:.4f}", f"{own / row[kind]['floor ms']:.2f}x"]
+            for name in cold.keys() - {"kernels"}:
+                beside.setdefault(name, []).append(f"{cold[name][0]:.3f}")
+        others = "; ".join(f"{name} {' / '.join(times)}" for name, times in sorted(beside.items()))
+        lines.append(f"| {', '.join([row['op'], *notes])} | {size} | {' | '.join(cells)} | {others} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="results, as JSON; rows that are in it are not measured again")
@@ -385,7 +412,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="operators whose name contains this text")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on a CPU where there is no GPU")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only print a file of results as a table")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(json.loads(arguments.table.read_text())))
+        return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not arguments.dry_run:
         parser.error("no GPU here: --dry-run proves the script on a CPU")

@@ -18,7 +18,10 @@ import contextlib
 import json
 import math
 import multiprocessing
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -521,6 +524,32 @@ def side_by_side(
             process.terminate()  # one of them may hang
 
 
+def first_use() -> dict:
+    """Seconds until a new user's first gradient of a GDN layer's operator, checks and compilation included, and again.
+
+    In processes of their own with an empty cache, at the head size of most models.
+    """
+    code = (
+        "import time; began = time.time(); import torch, gpu_check\n"
+        "case = dict(op='centred', dtype='bf16', dims=(128, 128), tokens=500, heads=4, groups=(1, 2, 2))\n"
+        "x = {n: t.requires_grad_() for n, t in gpu_check.operator_inputs(case).items()}\n"
+        "gpu_check.run_operator('centred', x, None)[0].sum().backward(); torch.cuda.synchronize()\n"
+        "print(time.time() - began)"
+    )
+    seconds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        own = {"TRITON_CACHE_DIR": folder, "XDG_CACHE_HOME": folder, "PYTHONPATH": path}
+        own |= {"LINEARIZE_KERNELS_CHECK": "1", "LINEARIZE_KERNELS": "auto"}
+        for name in ("first", "again"):
+            command = [sys.executable, "-c", code]
+            run = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
+            if run.returncode:
+                raise RuntimeError(run.stderr.strip().splitlines()[-1])
+            seconds[name] = round(float(run.stdout), 1)
+    return seconds
+
+
 # ---- timing ---------------------------------------------------------------------------------------------------------
 
 
@@ -759,7 +788,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--skip", action="append", default=[], choices=["correctness", "determinism", "timing", "fla", "decode"]
+        "--skip",
+        action="append",
+        default=[],
+        choices=["first use", "correctness", "determinism", "timing", "fla", "decode"],
     )
     parser.add_argument("--sweep", action="store_true", help="time other launch tables as well")
     parser.add_argument("--quick", action="store_true", help="a small correctness grid, two shapes timed")
@@ -795,7 +827,11 @@ def main() -> int:
             print("FAIL", name, report[name], flush=True)
 
     note("argv", sys.argv[1:])
+    # The cases below are the check; each process would make the first-use check of every operator again.
+    os.environ.setdefault("LINEARIZE_KERNELS_CHECK", "0")
     failures = 0
+    if "first use" not in arguments.skip and DEVICE == "cuda":
+        stage("first use", first_use)
     if "correctness" not in arguments.skip:
         results, missed = [], cases(arguments.quick)
         # A third of the time is kept for what comes after.
