@@ -322,7 +322,7 @@ class Trainer:
             with self.module.no_sync() if held else nullcontext():
                 packed = None
                 if self.replays:
-                    reset, documents = packed_documents(some_positions, len(some_ids))
+                    reset, documents = packed_documents(some_positions, len(some_ids), always=True)
                     packed = {"mixer_reset": reset, "mixer_documents": documents}
                     some_positions = None if reset is None else some_positions
                 total += self.descend(*tree_map(self._here, (some_ids, some_positions, weight, packed)))

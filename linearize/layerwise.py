@@ -318,9 +318,9 @@ class Layerwise:
         for start in range(0, len(stream.rows), rows):
             yield slice(start, start + rows)
 
-    def _kwargs(self, i: int, hidden: Tensor, positions: Tensor) -> tuple[dict, dict]:
+    def _kwargs(self, i: int, hidden: Tensor, positions: Tensor, always: bool = False) -> tuple[dict, dict]:
         """What the base model would hand layer i for these packed rows, and what a mixer needs beside it."""
-        reset, documents = packed_documents(positions, len(hidden))
+        reset, documents = packed_documents(positions, len(hidden), always=always)
         kwargs = self.runner.layer_kwargs(i, hidden, positions if reset is not None else None)
         reset = None if reset is None else reset.to(hidden.device)
         return kwargs, {"mixer_reset": reset, "mixer_documents": documents}
@@ -346,6 +346,7 @@ class Layerwise:
         """Endless batches of ``rows`` rows; every pass over the text has an order of its own, by seed and layer."""
         generator = torch.Generator().manual_seed(self.recipe.run.seed * 100_003 + i)
         order, aside = torch.empty(0, dtype=torch.long), Aside(self.here.device)
+        replayed = self.here.device.type == "cuda"
 
         @Replay
         def look(hidden: Tensor, kwargs: dict) -> tuple[Tensor, Tensor]:
@@ -359,7 +360,7 @@ class Layerwise:
             pick, order = order[:rows], order[rows:]
             hidden = stream.teacher[pick]
             # Masks of packed rows are made by code that waits for the device.
-            kwargs, packed = aside(self._kwargs, i, hidden, stream.rows.positions[pick])
+            kwargs, packed = aside(self._kwargs, i, hidden, stream.rows.positions[pick], replayed)
             x, target = look(hidden, kwargs)
             kwargs.pop("attention_mask", None)
             yield Step(x, target, kwargs | packed)

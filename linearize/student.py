@@ -31,6 +31,8 @@ FORMAT = 1  # of the `linearize` section
 # The range in which the cache argument is called `cache` and the old name is still understood. Outside it a model can
 # run without its state and raise nothing, so the range is checked, not only declared.
 TRANSFORMERS = ((5, 24), (5, 40))
+# Rows of so few tokens cost little in a packed row's attention, which has a mask, and seldom hold a single document.
+SHORT_ROWS = 4096
 
 SHIM_FILE = "modeling_linearize.py"
 SHIM = '''"""Loads this checkpoint through the package `linearize`."""
@@ -147,14 +149,20 @@ def packed_starts(positions: Tensor, batch: int) -> Tensor | None:
     return torch.cat([first, breaks], dim=1).expand(batch, -1)
 
 
-def packed_documents(positions: Tensor, batch: int) -> tuple[Tensor | None, int]:
+def packed_documents(positions: Tensor, batch: int, *, always: bool = False) -> tuple[Tensor | None, int]:
     """``mixer_reset`` and ``mixer_documents`` of rows with these positions [B or 1, T] on the CPU.
 
     The number is a power of two that is not below that of the documents, nor below four for each row: few numbers
-    occur, mostly one, for each of which graphs are captured and layers compiled.
+    occur, mostly one, for each of which graphs are captured and layers compiled. always: rows that are one document
+    each, which are rare in short rows of packed text, count as packed as well, for the same reason.
     """
     starts = packed_starts(positions, batch)
-    return starts, batch if starts is None else 1 << (max(int(starts.sum()), 4 * batch) - 1).bit_length()
+    if starts is None and not (always and positions.shape[1] <= SHORT_ROWS):
+        return None, batch
+    if starts is None:
+        starts = torch.zeros(batch, positions.shape[1], dtype=torch.bool)
+        starts[:, 0] = True
+    return starts, 1 << (max(int(starts.sum()), 4 * batch) - 1).bit_length()
 
 
 def padded_positions(real: Tensor, length: int) -> Tensor:

@@ -80,6 +80,19 @@ def test_a_bound_of_the_documents_is_enough(rows):
     assert torch.equal(bounded.start, exact.start)
 
 
+def test_whole_rows_as_packed_ones(monkeypatch):
+    positions = torch.arange(8).expand(2, -1)
+    assert packed_documents(positions, 2) == (None, 2)
+    reset, documents = packed_documents(positions, 2, always=True)
+    assert reset.tolist() == [[True, *[False] * 7]] * 2 and documents == 8
+    one, _ = packed_documents(positions[:1], 2, always=True)
+    assert torch.equal(one, reset)
+    x = torch.zeros(2, 8, 1)
+    assert Layout.of(x, Segments(reset=reset, documents=documents)).cu_seqlens.tolist() == [0, 8] + [16] * 7
+    monkeypatch.setattr("linearize.student.SHORT_ROWS", 7)
+    assert packed_documents(positions, 2, always=True) == (None, 2)
+
+
 def test_aside_is_a_plain_call_on_a_cpu():
     assert Aside(torch.device("cpu"))(lambda a, b: a - b, 5, 3) == 2
 
