@@ -19,6 +19,8 @@ and its gradient errors against float64 are in the file next to its times.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import platform
@@ -28,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -156,9 +159,35 @@ def reference_of(op: Callable, switch: str) -> Callable:
     return call
 
 
+def compile_side_by_side(tuner: type, threads: int) -> None:
+    """Let an autotuner class compile the configurations of a kernel in threads before it tries them one by one.
+
+    tuner: triton.runtime.Autotuner, or a class with its `prune_configs(kwargs)`, `nargs` and `fn`.
+    """
+    prune = tuner.prune_configs
+
+    def prune_and_compile(self, kwargs):
+        configs = prune(self, kwargs)
+
+        def compile_one(config):
+            # One that does not compile says so when it is tried.
+            with contextlib.suppress(Exception):
+                self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(compile_one, configs))
+        return configs
+
+    tuner.prune_configs = prune_and_compile
+
+
+@functools.cache
 def fla() -> dict[str, Callable]:
     """flash-linear-attention's operators by our names, its Hopper guard lifted; {} where it cannot be imported."""
     try:
+        from triton.runtime import Autotuner
+
+        compile_side_by_side(Autotuner, os.cpu_count() or 1)
         import fla.ops.common.chunk_o as guarded
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except Exception as error:  # an incompatible install must not stop our own numbers
