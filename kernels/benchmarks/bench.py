@@ -424,7 +424,7 @@ def table(report: dict) -> str:
                 cells += ["", ""]
                 continue
             own = cold["kernels"][0]
-            cells += [f"{own:.3f}" if own >= 0.1 else f"{own:.4f}", f"{own / row[kind]['floor ms']:.2f}x"]
+            cells += [f"{own:.3f}" if own >= 0.1 else f"{own:.4f}", f"{own / max(row[kind]['floor ms'], 1e-9):.2f}x"]
             for name in cold.keys() - {"kernels"}:
                 beside.setdefault(name, []).append(f"{cold[name][0]:.3f}")
         others = "; ".join(f"{name} {' / '.join(times)}" for name, times in sorted(beside.items()))
