@@ -290,7 +290,7 @@ def _sizes(text: str, flag: str) -> tuple[int, ...]:
 @app.command(
     "eval",
     epilog="Example: linearize eval out/smollm2 --tasks piqa,arc_easy,perplexity,recall. "
-    "Own measures: perplexity, parity, recall, repetition; every other name is lm-eval's (lm_eval ls tasks). "
+    "Own measures: perplexity, parity, recall, needle, repetition; other names are lm-eval's (lm_eval ls tasks). "
     "Above chance is (student - chance) / (teacher - chance), chance being 1 / number of choices.",
 )
 @takes_console
@@ -330,7 +330,7 @@ def evaluate(
             "--data",
             metavar="TEXT",
             rich_help_panel=OWN,
-            help="Text of perplexity, parity and repetition: .txt/.jsonl files, folders, globs.",
+            help="Text of perplexity, parity, needle, repetition: .txt/.jsonl files, folders, globs.",
             show_default="bundled held-out text",
         ),
     ] = None,
@@ -338,7 +338,10 @@ def evaluate(
         str, typer.Option("--context", metavar="N", help="Tokens in a window of perplexity.", rich_help_panel=OWN)
     ] = "1024",
     lengths: Annotated[
-        str, typer.Option("--lengths", metavar="N,N", help="Tokens in the prompts of recall.", rich_help_panel=OWN)
+        str,
+        typer.Option(
+            "--lengths", metavar="N,N", help="Tokens in the prompts of recall and needle.", rich_help_panel=OWN
+        ),
     ] = "128,512,2048,8192",
     prompts: Annotated[
         int | None,
@@ -346,8 +349,8 @@ def evaluate(
             "--prompts",
             metavar="N",
             min=1,
-            help="Prompts of recall, at each length, and of repetition.",
-            show_default="4 and 16",
+            help="Prompts of recall and needle, at each length (and depth), and of repetition.",
+            show_default="4, 8 and 16",
             rich_help_panel=OWN,
         ),
     ] = None,
@@ -360,7 +363,7 @@ def evaluate(
 ) -> None:
     """Score a converted model beside its teacher.
 
-    On lm-eval tasks and on measures of our own: perplexity, recall, repetition, parity.
+    On lm-eval tasks and on measures of our own: perplexity, recall, needle, repetition, parity.
     """
     if teacher is not None and no_teacher:
         raise UsageError("--teacher and --no-teacher exclude each other", fix="leave one out")

@@ -27,6 +27,7 @@ from linearize.teacher import BlockRunner
 
 PERPLEXITY_TOKENS = 65_536  # of --data, in whole documents
 PROMPTS = 4  # of recall, at each length
+NEEDLES = 8  # at each length and depth
 SAMPLES = 16  # of repetition
 PARITY = 2, 128  # rows and tokens
 CACHE_FORMAT = 1
@@ -73,8 +74,9 @@ class Options:
     """What `linearize eval` measures and how; the fields are its flags.
 
     limit    documents of a task and of perplexity; None: every one of a task, PERPLEXITY_TOKENS of --data
-    prompts  of recall at each length, and of repetition; None: PROMPTS and SAMPLES
-    data     text for perplexity, parity and repetition; None: the bundled held-out text
+    prompts  of recall at each length, of needle at each length and depth, and of repetition; None: PROMPTS, NEEDLES
+             and SAMPLES
+    data     text for perplexity, parity, needle and repetition; None: the bundled held-out text
     """
 
     tasks: tuple[str, ...]
@@ -324,14 +326,18 @@ def _line(name: str, metric: str, row: dict, both: bool) -> tuple:
     return name, metric, teacher, student, kept, _percent(row["above_chance_percent"])
 
 
-def _rounded(value: float | None) -> str | None:
+def _rounded(value: float | None, digits: int | None = None) -> str | None:
     if value is None:
         return None
+    if digits is not None:
+        return f"{value:.{digits}f}"
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1e5 else f"{value:.3e}"
 
 
-def _with_error(value: float | None, error: float | None) -> str | None:
-    return _rounded(value) if error is None or value is None else f"{_rounded(value)} ±{_rounded(error)}"
+def _with_error(value: float | None, error: float | None, digits: int | None = None) -> str | None:
+    if error is None or value is None:
+        return _rounded(value, digits)
+    return f"{_rounded(value, digits)} ±{_rounded(error, digits)}"
 
 
 def _percent(value: float | None) -> str | None:
@@ -510,6 +516,57 @@ class Recall(Job):
             )
 
 
+class Needle(Job):
+    """One sentence in a text, asked for at its end, against length and depth."""
+
+    def __init__(self, options: Options, student: Model) -> None:
+        super().__init__(options, student)
+        self.prompts = options.prompts or NEEDLES
+        self.filler = [token for text in self.documents() for token in probes.encoded(self.tokenizer, f"{text}\n\n")]
+        if not self.filler:
+            raise UserError("the text is empty", fix="name other --data")
+        self.key = {"lengths": list(options.lengths), "prompts": self.prompts, "seed": options.seed}
+        self.key |= {"text": _text_hash([str(self.filler)]), "depths": list(probes.DEPTHS)}
+        self.total = len(probes.DEPTHS) * self.prompts * sum(options.lengths)
+
+    def measure(self, net, progress):
+        lengths, seed = self.options.lengths, self.options.seed
+        return probes.needle(net, self.tokenizer, self.filler, lengths, self.prompts, seed, progress)
+
+    def compare(self, measured):
+        """{"lengths": {length: {depth: {side, side_stderr, side_rank, side_rank_stderr, questions}}}}
+
+        A side's number is its share of exact answers; the depth "all" has the prompts of every depth together.
+        """
+        lengths: dict[str, dict] = {}
+        for length in measured["student"]:
+            lengths[length] = {depth: {} for depth in (*map(str, probes.DEPTHS), "all")}
+            for depth, row in lengths[length].items():
+                for side, found in measured.items():
+                    cells = found[length].values() if depth == "all" else [found[length][depth]]
+                    exact, rank = ([x for cell in cells for x in cell[name]] for name in ("exact", "rank"))
+                    row["questions"] = len(exact) or None
+                    row[side], row[f"{side}_stderr"] = probes.mean_and_error(exact)
+                    row[f"{side}_rank"], row[f"{side}_rank_stderr"] = probes.mean_and_error(rank)
+        report = {"lengths": lengths, "prompts": self.prompts, "seed": self.options.seed}
+        report |= {"candidates": len(probes.COLOURS), "text": {"source": self.options.data or "bundled"}}
+        report["text"] |= {"hash": self.key["text"], "tokens": len(self.filler)}
+        return report
+
+    def show(self, source, compared, console):
+        rows = []
+        for length, depths in compared["lengths"].items():
+            for depth, row in depths.items():
+                names = [side + name for name in ("", "_rank") for side in SIDES if side in row]
+                cells = [_with_error(row[name], row[f"{name}_stderr"], digits=2) for name in names]
+                rows.append((int(length), depth if depth == "all" else f"{depth} %", *cells))
+        sides = _columns("", next(iter(compared["lengths"].values()))["all"])[1:]
+        columns = ("length", "depth", *(f"{side}\n{name}" for name in ("exact", "rank") for side in sides))
+        console.table("needle in a text: exact answers; rank among 16 values, 0.5 by chance", columns, rows)
+        if any(depths["all"]["questions"] is None for depths in compared["lengths"].values()):
+            console.line("needle: no figure where a prompt is longer than the model, or too short for its question")
+
+
 class Repetition(Job):
     """Repeated n-grams in greedy continuations of held-out text."""
 
@@ -545,6 +602,7 @@ PROBES: dict[str, type[Job]] = {
     "perplexity": Perplexity,
     "parity": Parity,
     "recall": Recall,
+    "needle": Needle,
     "repetition": Repetition,
 }
 

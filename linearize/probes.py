@@ -1,9 +1,10 @@
-"""Measures of a running model that need no task files: perplexity, parity of its modes, recall, repetition.
+"""Measures of a running model that need no task files: perplexity, parity of its modes, recall, needles, repetition.
 
 Each one takes a model in evaluation mode and returns plain numbers, the same for the same seed and text.
 """
 
 import math
+import os.path
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from linearize.errors import UserError
 LOGITS = {"cpu": 2**26, "cuda": 2**29}
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 PAIRS_ASKED = 16  # questions at the end of one recall prompt
+DEPTHS = (10, 50, 90)  # of a needle, in percent of the text
+NEEDLE_TOKENS = {"cpu": 2**15, "cuda": 2**17}  # in the caches of all candidate values at once
 NGRAM = 4
 PROMPT, CONTINUATION = 64, 128  # tokens of a repetition sample
 Progress = Callable[[float], None]
@@ -250,6 +253,120 @@ def recall(
             asked += len(answers)
             progress(len(ids))
         found[str(length)] = {"correct": correct, "asked": asked} if asked else {"correct": None, "asked": None}
+    return found
+
+
+# ---- a needle in a text ---------------------------------------------------------------------------------------------
+
+PLACES = tuple(
+    "Lisbon Oslo Cairo Lima Nairobi Toronto Madrid Vienna Athens Dublin Warsaw Seoul Hanoi Delhi Havana Boston".split()
+)
+# A value is one of each; the 16 candidates of a question have no word in common.
+COLOURS = tuple(
+    "amber crimson silver golden violet emerald scarlet indigo copper ivory purple orange white black green red".split()
+)
+ANIMALS = tuple(
+    "falcon tiger rabbit dolphin eagle spider horse turtle monkey wolf lion panda camel otter beaver salmon".split()
+)
+
+
+def needle_prompt(
+    tokenizer: PreTrainedTokenizerBase, filler: Sequence[int], length: int, depth: int, seed: int
+) -> tuple[list[int], list[list[int]]] | None:
+    """Text with one sentence that says a place's secret code, and this sentence's beginning again at the end.
+
+    filler: token ids, of which a random stretch is the text; it starts again where it ends. depth: where the sentence
+    stands, in percent of the text, moved to the nearest end of a sentence within 5 %. Returns exactly `length` token
+    ids, and the ids of 16 values that may go on from there, of equal standing but for the first, which the text says;
+    None where the length has no room for 16 tokens of text.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + length) * 101 + depth)
+
+    def drawn(words: Sequence[str]) -> list[str]:
+        return [words[i] for i in torch.randperm(len(words), generator=generator).tolist()]
+
+    asks = f"\n\nThe secret code of {drawn(PLACES)[0]} is"
+    values = [f"{colour} {animal}" for colour, animal in zip(drawn(COLOURS), drawn(ANIMALS), strict=True)]
+    whole = [encoded(tokenizer, f"{asks} {value}") for value in values]
+    question = os.path.commonprefix(whole)  # in tokens: some tokenizers write the blank alone
+    fact = encoded(tokenizer, f"{asks} {values[0]}.\n\n")
+    begin = [tokenizer.bos_token_id] if _begins(tokenizer) else []
+    room = length - len(begin) - len(fact) - len(question)
+    if room < 16:
+        return None
+    first = int(torch.randint(len(filler), (), generator=generator))
+    text = [filler[(first + i) % len(filler)] for i in range(room)]
+    at, stop = room * depth // 100, encoded(tokenizer, "a.")[-1]
+    near = [i for i in range(max(1, at - room // 20), at + room // 20 + 1) if text[i - 1] == stop]
+    at = min(near, key=lambda i: abs(i - at), default=at)
+    return [*begin, *text[:at], *fact, *text[at:], *question], [ids[len(question) :] for ids in whole]
+
+
+@torch.no_grad()
+def value_scores(
+    model: PreTrainedModel, prompts: Sequence[list[int]], values: Sequence[list[list[int]]]
+) -> tuple[list[bool], Tensor]:
+    """Whether greedy decoding goes on with each prompt's first value, and the log-probability of every value.
+
+    prompts: token ids, all of one length; values: for each prompt equally many. Returns [prompts] and
+    [prompts, values] in nats. A prompt is read once; all values go on from its cache.
+    """
+    count, longest = len(values[0]), max(len(ids) for row in values for ids in row)
+    ids = torch.zeros(len(prompts) * count, longest, dtype=torch.long)
+    real = torch.zeros_like(ids, dtype=torch.bool)
+    for i, value in enumerate(value for row in values for value in row):
+        ids[i, : len(value)] = torch.tensor(value)
+        real[i, : len(value)] = True
+    ids, real = ids.to(model.device), real.to(model.device)
+    cache = DynamicCache(config=model.config)
+    given = torch.tensor(prompts, device=model.device)
+    logits = model(input_ids=given, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1:]
+    logits = logits.repeat_interleave(count, 0)
+    if longest > 1:
+        cache.batch_repeat_interleave(count)
+        # Padding to the right of a causal model changes nothing to its left.
+        logits = torch.cat([logits, model(input_ids=ids[:, :-1], cache=cache, use_cache=True).logits], 1)
+    logs = logits.float().log_softmax(-1).gather(2, ids[..., None])[..., 0].masked_fill(~real, 0).sum(1)
+    greedy = ((logits.argmax(-1) == ids) | ~real).all(1)
+    return greedy.view(-1, count)[:, 0].tolist(), logs.view(-1, count).cpu()
+
+
+def needle(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    filler: Sequence[int],
+    lengths: Sequence[int],
+    prompts: int,
+    seed: int,
+    progress: Progress = _no_progress,
+) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """What is found of a sentence in a text, by length in tokens and depth in percent.
+
+    ``{length: {depth: {"exact": [...], "rank": [...]}}}``, a number for each prompt. exact: 1 where greedy decoding
+    gives the value word for word, else 0. rank: the share of the 15 other values that are less likely than it, ties
+    counting half: 0.5 for a model that looks at nothing, 1 for one that finds it. The lists are empty where the
+    model's positions do not reach, or the length has no room.
+    """
+    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
+    limit = NEEDLE_TOKENS.get(model.device.type, NEEDLE_TOKENS["cuda"])
+    found = {}
+    for length in lengths:
+        cells = {depth: {"exact": [], "rank": []} for depth in DEPTHS}
+        made = [
+            (depth, needle_prompt(tokenizer, filler, length, depth, seed + number))
+            for number in range(prompts)
+            for depth in DEPTHS
+            if length <= longest
+        ]
+        made = [(depth, *prompt) for depth, prompt in made if prompt]
+        at_once = max(1, limit // (len(COLOURS) * length))
+        for start in range(0, len(made), at_once):
+            depths, texts, values = zip(*made[start : start + at_once], strict=True)
+            for depth, exact, logs in zip(depths, *value_scores(model, texts, values), strict=True):
+                cells[depth]["exact"].append(float(exact))
+                cells[depth]["rank"].append(float(((logs[1:] < logs[0]) + 0.5 * (logs[1:] == logs[0])).mean()))
+                progress(length)
+        found[str(length)] = {str(depth): cell for depth, cell in cells.items()}
     return found
 
 

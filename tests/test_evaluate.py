@@ -316,9 +316,9 @@ def short(monkeypatch):
 
 def test_own_measures_need_no_lm_eval(model, capsys, monkeypatch, short):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    own, few = "perplexity,parity,recall,repetition", ("--limit", "2", "--prompts", "2")
+    own, few = "perplexity,parity,recall,needle,repetition", ("--limit", "2", "--prompts", "2")
     report, _ = run_json(capsys, model, "--tasks", own, *few, "--lengths", "64,128,512", "--context", "64")
-    files = dict(zip(own.split(","), ("perplexity-limit-2", "parity", "recall", "repetition"), strict=True))
+    files = dict(zip(own.split(","), ("perplexity-limit-2", "parity", "recall", "needle", "repetition"), strict=True))
     assert {path.stem for path in (model / "eval").iterdir()} == set(files.values()), "of all documents, there is none"
     for name, stem in files.items():
         file = json.loads((model / "eval" / f"{stem}.json").read_text())
@@ -333,15 +333,23 @@ def test_own_measures_need_no_lm_eval(model, capsys, monkeypatch, short):
     lengths = report["recall"]["lengths"]
     assert lengths["64"]["questions"] == 2 * 8 and 0 <= lengths["64"]["student"] <= 1
     assert lengths["512"] == dict.fromkeys(("questions", "teacher", "teacher_stderr", "student", "student_stderr"))
+    needles = report["needle"]["lengths"]
+    assert needles["64"]["all"]["student"] is None and list(needles) == ["64", "128", "512"]
+    every = needles["128"]["all"]
+    assert every["questions"] == 6 and needles["128"]["10"]["questions"] == 2
+    for name in ("teacher", "student", "teacher_rank", "student_rank"):
+        assert every[name] == pytest.approx(sum(needles["128"][depth][name] for depth in ("10", "50", "90")) / 3)
+        assert 0 <= every[name] <= 1 and every[f"{name}_stderr"] >= 0
     assert 0 <= report["repetition"]["student"] <= 1 and 0 <= report["repetition"]["text"] <= 1
 
 
 def test_tables(model, task_folder, capsys, short):
-    argv = f"eval {model} --tasks tiny_choice,tiny_rolling,tiny_second,perplexity,parity,recall,repetition --limit 2"
-    assert cli.run([*argv.split(), "--include-path", str(task_folder), "--lengths", "64", "--device", "cpu"]) == 0
+    argv = f"eval {model} --tasks tiny_choice,tiny_rolling,tiny_second,perplexity,parity,recall,needle,repetition"
+    more = ["--include-path", str(task_folder), "--lengths", "128", "--limit", "2", "--device", "cpu"]
+    assert cli.run([*argv.split(), *more]) == 0
     out = capsys.readouterr().out
     assert "--limit 2, a test only" in out
-    for words in ("retained", "mean of 2", "word perplexity", "token by token", "recall", "repeated 4-grams"):
+    for words in ("retained", "mean of 2", "word perplexity", "token by token", "recall", "needle", "repeated 4-grams"):
         assert words in out
     assert max(len(line.rstrip()) for line in out.splitlines() if str(model) not in line) <= 80
 
@@ -413,6 +421,65 @@ def test_recall_asks_for_what_is_in_the_text():
     pairs, questions = dict(line.split(":") for line in text[:13]), text[13:]
     assert len(pairs) == 13 and all(pairs[line[0]] == line[2] for line in questions)
     assert probes.recall_prompt(tokenizer, words, 1000, 0) is None, "more keys than there are words"
+
+
+def needle_in(tokenizer, **asked):
+    filler = probes.encoded(tokenizer, "All is well here. " * 9 + "And so it goes. " * 9)
+    return probes.needle_prompt(tokenizer, filler, **{"length": 400, "depth": 50, "seed": 0} | asked)
+
+
+def test_needle_prompt():
+    tokenizer = tiny_tokenizer()
+    ids, values = needle_in(tokenizer)
+    text, values = tokenizer.decode(ids), [tokenizer.decode(value) for value in values]
+    assert len(ids) == 400 and len(set(values)) == len({word for value in values for word in value.split()}) / 2 == 16
+    asked = text[text.rindex("The secret code of ") :].rstrip()
+    assert text.count(asked) == 2 and f"{asked} {values[0]}." in " ".join(text.split())
+    assert not any(value in text for value in values[1:])
+    before, after = text.split(f"\n\n{asked} {values[0]}.\n\n")
+    assert before.endswith(".") and abs(len(before) - len(before + after) / 2) < 40
+    places = [tokenizer.decode(needle_in(tokenizer, depth=depth)[0]).index("The secret") for depth in probes.DEPTHS]
+    assert places == sorted(places) and places[0] < 60 and places[2] > 250
+    assert needle_in(tokenizer) == needle_in(tokenizer) != needle_in(tokenizer, seed=1)
+    assert needle_in(tokenizer, length=90) is None, "no room for text"
+
+
+def test_needle_scores_are_those_of_whole_texts():
+    """Every value scored in one pass over prompt and value, and the greedy continuation, for a student with mixers."""
+    net, tokenizer = make_student(teacher_model("llama"), {1: {"kind": "gdn"}}), tiny_tokenizer()
+    made = [needle_in(tokenizer, length=200, seed=seed) for seed in range(2)]
+    # One value that is what the model says anyway.
+    with torch.no_grad():
+        said = net.generate(torch.tensor([made[1][0]]), max_new_tokens=6, do_sample=False)[0, 200:].tolist()
+        made[1][1][0] = said
+        greedy, logs = probes.value_scores(net, *zip(*made, strict=True))
+        assert greedy == [False, True] and logs.shape == (2, 16)
+        for (ids, values), row in zip(made, logs, strict=True):
+            for value, found in list(zip(values, row, strict=True))[::5]:
+                logits = net(torch.tensor([ids + value]), use_cache=False).logits[0, 199:-1].log_softmax(-1)
+                expected = logits.gather(1, torch.tensor(value)[:, None]).sum()
+                assert float(found) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_needle_ranks(monkeypatch):
+    seen = []
+
+    def scores(model, prompts, values):
+        seen.append(len(prompts))
+        logs = torch.arange(16.0).flip(0).expand(len(prompts), 16).clone()
+        logs[:, 0] = torch.tensor([float(len(prompts[0]) == 128) * 20 + 7.0])  # the best at 128, else a tie with one
+        return [len(prompts[0]) == 128] * len(prompts), logs
+
+    monkeypatch.setattr(probes, "value_scores", scores)
+    monkeypatch.setitem(probes.NEEDLE_TOKENS, "cpu", 128 * 16 * 4)
+    counted = []
+    tokenizer = tiny_tokenizer()
+    filler = probes.encoded(tokenizer, "All is well. ")
+    found = probes.needle(Perfect(4), tokenizer, filler, [64, 128, 200, 512], 2, 0, counted.append)
+    assert list(found) == ["64", "128", "200", "512"] and seen == [4, 2, 2, 2, 2] and sum(counted) == 6 * 328
+    assert found["128"] == {depth: {"exact": [1, 1], "rank": [1, 1]} for depth in ("10", "50", "90")}
+    assert found["200"]["10"] == {"exact": [0, 0], "rank": [pytest.approx(7.5 / 15)] * 2}
+    assert found["64"]["90"] == found["512"]["10"] == {"exact": [], "rank": []}, "no room, and longer than the model"
 
 
 def test_repeated():
