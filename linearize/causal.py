@@ -2,7 +2,8 @@
 
 transformers looks at the positions to see whether rows are packed, and leaves the mask away where they are not. While
 a CUDA graph is captured it cannot look and makes a mask, with which attention takes a few times longer, and which
-compiled layers have not seen before. Whoever knows the rows says so with :func:`whole_rows`.
+compiled layers have not seen before. Whoever knows the rows says so with :func:`whole_rows`, and plain calls then do
+as captured ones.
 """
 
 from collections.abc import Iterator
@@ -16,12 +17,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "linearize_causal"  # the attention implementation, "sdpa" otherwise
 
-_whole: ContextVar[bool] = ContextVar("whole", default=False)
+_whole: ContextVar[bool | None] = ContextVar("whole", default=None)
 
 
 @contextmanager
-def whole_rows(known: bool) -> Iterator[None]:
-    """Inside, models with the attention NAME take their rows for single, unpadded documents if `known`."""
+def whole_rows(known: bool | None) -> Iterator[None]:
+    """Inside, models with the attention NAME take their rows for single, unpadded documents, or for packed ones.
+
+    known: True for whole rows, which have no mask; False for packed ones, which have one even if all of them happen to
+    be whole; None leaves it to transformers to look.
+    """
     token = _whole.set(known)
     try:
         yield
@@ -30,9 +35,12 @@ def whole_rows(known: bool) -> Iterator[None]:
 
 
 def _mask(*args, **kwargs) -> Tensor | None:
-    window = kwargs.get("local_size")
-    if _whole.get() and (window is None or kwargs["q_length"] <= window):
+    whole, window = _whole.get(), kwargs.get("local_size")
+    if whole and (window is None or kwargs["q_length"] <= window):
         return None
+    if whole is False:
+        # Laid out as a packed row's: compiled layers tell strides apart.
+        return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False}).contiguous()
     return sdpa_mask(*args, **kwargs)
 
 

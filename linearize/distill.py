@@ -333,7 +333,8 @@ class Trainer:
 
     def _descend(self, ids: Tensor, positions: Tensor | None, weight: float, packed: dict | None = None) -> Tensor:
         """Add the gradients of these rows; returns their loss."""
-        with whole_rows(positions is None):
+        # What is captured later is what runs plainly before.
+        with whole_rows(None if packed is None else positions is None):
             target = self.targets(ids, positions)
             with half_precision(self.here.device):
                 loss = self.module(ids, positions, target, weight, packed=packed)

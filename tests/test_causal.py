@@ -72,10 +72,27 @@ def test_packed_rows(models):
     usual, ours = models
     ids, positions = torch.randint(40, (2, 20)), torch.cat([torch.arange(13), torch.arange(7)]).expand(2, -1)
     for known in (False, None):
-        with whole_rows(bool(known)):
+        with whole_rows(known):
             got, want = (
                 m.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state for m in (ours, usual)
             )
         torch.testing.assert_close(got, want)
     apart = usual.model(input_ids=ids[:, 13:], use_cache=False).last_hidden_state
     torch.testing.assert_close(got[:, 13:], apart)
+
+
+@both
+@pytest.mark.parametrize("rows, length", [(1, 8), (3, 8), (3, 20)])
+def test_whole_rows_among_packed_ones_have_the_mask_of_a_captured_graph(models, rows, length, monkeypatch):
+    usual, ours = models
+    ids, positions = torch.randint(40, (rows, length)), torch.arange(length).expand(rows, -1)
+    seen = masks(ours, monkeypatch)
+    with whole_rows(False):
+        got = ours.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    torch.testing.assert_close(got, usual.model(input_ids=ids, use_cache=False).last_hidden_state)
+    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
+    with whole_rows(False):
+        ours.model(input_ids=ids, position_ids=positions, use_cache=False)
+    plain, captured = seen
+    # A compiled layer asks for the same strides as well.
+    assert torch.equal(plain, captured) and plain.stride() == captured.stride() and plain.dtype == captured.dtype

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from conftest import SIZES, generator, make_student, randomise, teacher_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from linearize import causal, mixers
 from linearize import distill as distill_module
-from linearize import mixers
 from linearize.checkpoint import RunState
 from linearize.data import Rows
 from linearize.distill import Pass, Trainer, choose_trained, parameter_groups, passes
@@ -133,6 +133,32 @@ def test_a_step_is_the_mean_kl_of_plain_models(name):
     total.backward()
     # fp32 inside the rotary tables and norms of transformers.
     agree((float(total.detach()), {n: p.grad for n, p in made.weights.items()}), got, 1e-5)
+
+
+def test_rows_that_may_be_captured_have_a_mask_whether_or_not_they_hold_one_document(monkeypatch):
+    """What runs plainly first is what is captured, where transformers cannot look at the positions."""
+    seen, batch = [], Loader(16, 4).batch(1)
+    whole = Batch(batch.ids, torch.arange(16).expand(4, -1))
+
+    def masks(replays: bool, batch: Batch) -> list[bool]:
+        made = trainer(name="llama-tied")
+        for model in (made.student, made.targets.teacher):
+            model.config._attn_implementation = causal.NAME
+            layer = model.model.layers[1]  # softmax in both
+            layer.register_forward_pre_hook(
+                lambda _, __, given: seen.append(given["attention_mask"] is not None), with_kwargs=True
+            )
+        made.replays = replays
+        seen.clear()
+        results.append(gradients_of(made, batch))
+        return sorted(set(seen))
+
+    results = []
+    assert masks(True, batch) == [True] and masks(True, whole) == [True]
+    assert masks(False, whole) == [False]
+    agree(results[1], results[2], 2e-5)
+    monkeypatch.setattr("linearize.student.SHORT_ROWS", 8)
+    assert masks(True, whole) == [False] and masks(True, batch) == [True]
 
 
 def test_accumulated_is_one_big_batch():
