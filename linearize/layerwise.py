@@ -354,13 +354,16 @@ class Layerwise:
                 _, seen = observe(layer, hidden, kwargs, attention_only=True)
             return seen.x, seen.output
 
+        def given(pick: Tensor) -> tuple[Tensor, dict, dict]:
+            hidden = stream.teacher[pick]
+            return hidden, *self._kwargs(i, hidden, stream.rows.positions[pick], replayed)
+
         while True:
             while len(order) < rows:
                 order = torch.cat([order, torch.randperm(len(stream.rows), generator=generator)])
             pick, order = order[:rows], order[rows:]
-            hidden = stream.teacher[pick]
-            # Masks of packed rows are made by code that waits for the device.
-            kwargs, packed = aside(self._kwargs, i, hidden, stream.rows.positions[pick], replayed)
+            # Rows that come from the host, or are picked by it, and masks of packed rows wait for the device.
+            hidden, kwargs, packed = aside(given, pick)
             x, target = look(hidden, kwargs)
             kwargs.pop("attention_mask", None)
             yield Step(x, target, kwargs | packed)

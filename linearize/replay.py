@@ -16,11 +16,14 @@ GRAPHS = 8  # kept; rows with another number of documents, or of another length,
 class Aside:
     """Work beside what a GPU is busy with: code that waits for the device waits for its own kernels alone.
 
+    It may read what the current stream was given to write before the Aside was made, and nothing that is written later.
     What it returns may be used by the current stream from then on. On a CPU it is a plain call.
     """
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def __call__(self, run: Callable[..., Any], *args) -> Any:
         if self.stream is None:

@@ -314,6 +314,40 @@ def test_the_budget_is_for_the_own_rows_and_the_copy(second, budget, own_in_file
     assert whole.rows is job.text.alignment and job._gathered(own, 0) is None
 
 
+def test_all_that_waits_for_a_gpu_is_done_beside_the_step_before(second, monkeypatch):
+    """Picked rows go to the device, and masks are made, by code that waits for the stream that it runs on."""
+    inside, read = [], []
+
+    class Aside:
+        def __init__(self, device):
+            pass
+
+        def __call__(self, run, *args):
+            inside.append(True)
+            found = run(*args)
+            inside.clear()
+            return found
+
+    def watched(cls, name):
+        method = getattr(cls, name)
+
+        def call(*args, **kwargs):
+            read.append((name, bool(inside)))
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(cls, name, call)
+
+    job = second()
+    stream = job._own_rows(job.text.alignment)
+    with job.runner.block(0) as layer:
+        monkeypatch.setattr(layerwise, "Aside", Aside)
+        watched(layerwise.HiddenStates, "__getitem__")
+        watched(type(job.runner), "layer_kwargs")
+        steps = job._steps(0, layer, stream, 2)
+        next(steps), next(steps)
+    assert read == [("__getitem__", True), ("layer_kwargs", True)] * 2
+
+
 def test_other_text_in_another_process_is_said(second):
     class Other(Second):
         def agree(self, value):

@@ -109,3 +109,15 @@ def test_aside_does_not_wait_for_the_device():
     found = aside(lambda x: {"sum": float(x.cuda().sum()), "twice": 2 * x.cuda()}, small)
     assert not done.query() and found["sum"] == 4
     assert found["twice"].sum().item() == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_aside_reads_what_was_written_before_it_was_made():
+    busy, states = torch.ones(4096, 4096, device="cuda"), torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(200):
+        busy = busy @ busy * 1e-4
+    states += 1
+    aside = Aside(torch.device("cuda"))
+    assert aside(lambda rows: states[rows.cuda()].sum().item(), torch.tensor([0, 2])) == 2
