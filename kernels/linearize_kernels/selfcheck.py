@@ -12,6 +12,7 @@ launches only compile, side by side in threads.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -277,7 +278,9 @@ def compile_ahead(call: Callable[[], object]) -> None:
 def _errors(run: Callable, device: torch.device, warps: int | None) -> dict[str, float]:
     """run(device, warps) with its kernels compiled ahead."""
     _enter(device)
-    compile_ahead(lambda: run(torch.device("cpu"), warps))
+    # A head start and no more: with a Triton that will not have it, kernels are compiled one after the other.
+    with contextlib.suppress(Exception):
+        compile_ahead(lambda: run(torch.device("cpu"), warps))
     return run(device, warps)
 
 

@@ -167,6 +167,19 @@ def test_a_second_process_takes_the_verdict_from_disk(gpu, monkeypatch):
     assert len(runs) == 6
 
 
+def test_a_check_does_without_compiling_ahead(gpu):
+    runs = []
+
+    def run(device, warps):
+        runs.append(device.type)
+        if device.type == "cpu":
+            raise TypeError("run() got an unexpected keyword argument 'warmup'")
+        return GOOD
+
+    assert selfcheck._checked(("case",), HALF, gpu, run) is None
+    assert runs == ["cpu", "cuda"]
+
+
 def test_a_verdict_for_slower_launches_is_remembered_too(gpu):
     runs = []
 
