@@ -4,7 +4,7 @@
 
 Runs `linearize convert MODEL` under torchrun with each number of processes: calibration alone, alignment as well, and
 distillation with weights split over the processes (FSDP2) and repeated in each (DDP). A short run comes first, so that
-compiled kernels are on disk. The alignment's seconds are those of the second run less those of the first; the
+compiled kernels are on disk. The alignment's seconds are those of the second conversion less those of the first; the
 distillation's rate is that of the median step of metrics.jsonl without the first third.
 """
 
@@ -47,9 +47,9 @@ def main() -> None:
                 run = {"stage": name, "processes": count} | measured(
                     args, Path(folder) / f"{name}-{count}", count, flags
                 )
-                if name == "align":
+                if name == "align" and "error" not in run:
                     before = next(r for r in results["runs"] if r["stage"] == "start" and r["processes"] == count)
-                    run["align_seconds"] = round(run["seconds"] - before["seconds"], 1)
+                    run["align_seconds"] = round(run["convert_seconds"] - before["convert_seconds"], 1)
                 results["runs"].append(run)
                 args.out.write_text(json.dumps(results, indent=1) + "\n")
                 print(json.dumps(run), flush=True)
@@ -85,6 +85,8 @@ def measured(args: argparse.Namespace, out: Path, count: int, settings: list[str
     found: dict = {"seconds": round(time.monotonic() - began, 1)}
     if done.returncode:
         return found | {"error": done.stderr.strip().splitlines()[-20:]}
+    # Without the start of the processes and the loading of the teacher.
+    found["convert_seconds"] = json.loads((out / "linearize.json").read_text())["seconds"]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rates = [line["tokens_per_second"] for line in lines if line["stage"] == "distill"]
     if rates:
