@@ -45,6 +45,19 @@ def test_exact_by_head(split, monkeypatch):
         assert a.shape == e.shape and relative(a, e) < limit
 
 
+@pytest.mark.parametrize(
+    "call, rows, shape", [(exact_linear, (2, 0, 16), (5, 16)), (exact_by_head, (0, 7, 3, 16), (3, 5, 16))]
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_no_rows(call, rows, shape, split, monkeypatch):
+    monkeypatch.setattr(products, "splits", lambda x, w: split)
+    x, w = torch.zeros(rows).bfloat16().requires_grad_(), torch.ones(shape).requires_grad_()
+    out = call(x, w)
+    assert out.shape == (*rows[:-1], 5)
+    dx, dw = torch.autograd.grad(out.sum(), (x, w))
+    assert dx.shape == rows and dw.shape == shape and not dw.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():

@@ -77,7 +77,7 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """
     if not splits(x, weight):
         return F.linear(x.to(weight.dtype), weight, bias)
-    out = SplitProduct.apply(x.reshape(1, -1, x.shape[-1]), weight[None])[0].view(*x.shape[:-1], -1)
+    out = SplitProduct.apply(x.reshape(1, -1, x.shape[-1]), weight[None])[0].view(*x.shape[:-1], len(weight))
     return out if bias is None else out + bias
 
 
