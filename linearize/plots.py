@@ -226,6 +226,77 @@ def teacher_and_student(
 
 
 @_styled
+def needle_map(lengths: Sequence[int], depths: Sequence[str], panels: Mapping[str, Sequence[Values]]):
+    """A cell for every length (across) and depth (downwards), two panels in a row; values from 0 to 1.
+
+    panels: title -> a row of lengths for each depth.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, 1.5 * math.ceil(len(panels) / 2) + 0.2), layout="constrained")
+    axes = figure.subplots(math.ceil(len(panels) / 2), 2, sharex=True, sharey=True, squeeze=False)
+    for at, (title, rows) in zip(axes.flat, panels.items(), strict=False):
+        values = [_gaps(row) for row in rows]
+        at.imshow(values, aspect="auto", cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest")
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                if math.isfinite(value):
+                    # Not the page's ink: a cell is as light on a dark page.
+                    at.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="wk"[value > 0.5])
+        at.grid(False)
+        at.set_title(title)
+        at.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths])
+        at.set_yticks(range(len(depths)), depths)
+    for at in axes[-1]:
+        at.set_xlabel("prompt (tokens)")
+    for at in axes[:, 0]:
+        at.set_ylabel("depth")
+    return figure
+
+
+@_styled
+def decoding(
+    contexts: Sequence[int],
+    speeds: Mapping[int, Mapping[str, Mapping[str, Values]]],
+    cache: Mapping[str, Values],
+    batch: int,
+):
+    """Tokens per second over the context, a panel for each batch, and under them the bytes of the cache.
+
+    speeds: batch -> "plain" and, where there are CUDA graphs, "graph" -> "teacher" and "student" -> values; plain ones
+    are faint beside graphs. cache: side -> bytes of `batch` rows.
+    """
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    figure, axes = _figure(len(speeds) + 1, 1.7 * (len(speeds) + 1) + 0.6)
+    looks = {"teacher": TEACHER, "student": STUDENT}
+    for at, (size, kinds) in zip(axes, speeds.items(), strict=False):
+        every = []
+        for kind, sides in kinds.items():
+            faint = kind == "plain" and len(kinds) > 1
+            for side, values in sides.items():
+                every += [v for v in values if v is not None]
+                label = f"{side}, no graph" if faint else side
+                at.plot(contexts, _gaps(values), label=label, alpha=0.35 if faint else 1, **looks[side])
+        _log_if_wide(at, every)
+        at.set_title(f"Decoding, batch {size}" + (", a step as one CUDA graph" if "graph" in kinds else ""))
+        at.set_ylabel("tokens/s")
+    for side, values in cache.items():
+        axes[-1].plot(contexts, _gaps(values), **looks[side])
+    _log_axis(axes[-1], lambda v: format_bytes(round(v)))
+    axes[-1].set_title(f"Cache, batch {batch}")
+    axes[-1].set_ylabel("size")
+    axes[-1].set_xlabel("context (tokens)")
+    if len(contexts) > 1:
+        axes[-1].set_xscale("log", base=2)
+    axes[-1].set_xticks(list(contexts))
+    axes[-1].xaxis.set_minor_locator(NullLocator())
+    axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda v, _: _tokens(v)))
+    _legend(max(axes[:-1], key=lambda at: len(at.get_lines())), 2)
+    return figure
+
+
+@_styled
 def retained(names: Sequence[str], percent: Values, errors: Values, title: str):
     """A bar for each task: the student's score in percent of the teacher's, with its standard error."""
     figure, [at] = _figure(1, 0.28 * len(names) + 0.9)

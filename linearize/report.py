@@ -30,7 +30,7 @@ from linearize.checkpoint import (
 from linearize.console import Console, format_count, format_seconds
 from linearize.errors import UserError, one_line
 
-PROBES = ("tasks", "perplexity", "recall", "repetition", "parity", "decode", "generate")
+PROBES = ("tasks", "perplexity", "recall", "needle", "repetition", "parity", "decode", "generate")
 SIDES = card.SIDES
 RUNGS = {"mean": "mean", "vala": "VaLA", "gdn": "GDN"}  # where a rung's name is not a plain word
 
@@ -156,6 +156,7 @@ def what_is_missing(found: Folder) -> dict[str, str]:
         "tasks": ("benchmarks", f"linearize eval {path} --tasks piqa,arc_easy"),
         "perplexity": ("perplexity with standard errors", f"linearize eval {path} --tasks perplexity"),
         "recall": ("recall against length", f"linearize eval {path} --tasks recall"),
+        "needle": ("a needle in a text", f"linearize eval {path} --tasks needle"),
         "repetition": ("repetition", f"linearize eval {path} --tasks repetition"),
         "parity": ("parity of decoding", f"linearize eval {path} --tasks parity"),
         "decode": ("decoding speed", f"linearize bench decode {path} --teacher"),
@@ -186,6 +187,8 @@ def figures(found: Folder) -> dict[str, Any]:
         drawn["recall"] = plots.teacher_and_student(
             list(lengths), *sides, "Recall of key-value pairs", "prompt (tokens)", "accuracy", kind="share"
         )
+    if lengths := needle_rows(at.get("needle")):
+        drawn["needle"] = needle_figure(lengths)
     cache = record["cache"]
     if cache:
         sides = [[row[side] for row in cache] for side in SIDES]
@@ -193,12 +196,8 @@ def figures(found: Folder) -> dict[str, Any]:
         drawn["cache"] = plots.teacher_and_student(
             tokens, *sides, "Cache of one sequence", "context (tokens)", "size", kind="bytes"
         )
-    if speeds := decode_speeds(at.get("decode")):
-        batch, contexts = speeds
-        sides = [[cells.get(side) for cells in contexts.values()] for side in SIDES]
-        drawn["decode"] = plots.teacher_and_student(
-            list(contexts), *sides, f"Decoding, batch {batch}", "context (tokens)", "tokens/s"
-        )
+    if (figure := decode_figure(at.get("decode"))) is not None:
+        drawn["decode"] = figure
     layers = [layer for layer in record["layers"] if layer.get("ladder")]
     if layers:
         numbers = [layer["layer"] for layer in layers]
@@ -237,6 +236,44 @@ def _share_error(row: Mapping[str, Any]) -> float | None:
 def recall_rows(recall: dict | None) -> dict[int, dict]:
     lengths = (recall or {}).get("lengths") or {}
     return {int(length): row for length, row in lengths.items() if row.get("student") is not None}
+
+
+def needle_rows(needle: dict | None) -> dict[int, dict[str, dict]]:
+    """By length and depth; the lengths that were measured."""
+    lengths = (needle or {}).get("lengths") or {}
+    return {int(length): row for length, row in lengths.items() if row["all"].get("student") is not None}
+
+
+def needle_figure(lengths: dict[int, dict[str, dict]]) -> Any:
+    depths = [depth for depth in next(iter(lengths.values())) if depth != "all"]
+    panels = {
+        f"{side}, {what}": [[row[depth].get(side + name) for row in lengths.values()] for depth in depths]
+        for side in SIDES
+        for what, name in (("exact", ""), ("rank", "_rank"))
+        if any(row["all"].get(side) is not None for row in lengths.values())
+    }
+    return plots.needle_map(list(lengths), [f"{depth} %" for depth in depths], panels)
+
+
+def decode_figure(decode: dict | None) -> Any:
+    """Tokens per second by batch and the cache of the largest one, over the context; None where nothing was measured.
+
+    Needs matplotlib. decode: what `linearize bench decode` writes.
+    """
+    cells = card.decode_cells(decode or {})
+    if not any("decode_tokens_per_second" in cell for sides in cells.values() for cell in sides.values()):
+        return None
+    contexts, batches = (sorted({key[i] for key in cells}) for i in range(2))
+
+    def values(field: str, batch: int) -> dict[str, list[float | None]]:
+        rows = {side: [cells.get((at, batch), {}).get(side, {}).get(field) for at in contexts] for side in SIDES}
+        return {side: row for side, row in rows.items() if any(value is not None for value in row)}
+
+    names = {"graph": "graph_tokens_per_second", "plain": "decode_tokens_per_second"}
+    speeds = {
+        batch: {kind: sides for kind, field in names.items() if (sides := values(field, batch))} for batch in batches
+    }
+    return plots.decoding(contexts, speeds, values("cache_bytes", batches[-1]), batches[-1])
 
 
 def decode_speeds(decode: dict | None) -> tuple[int, dict[int, dict[str, float]]] | None:
@@ -289,7 +326,9 @@ def page(found: Folder, pictures: Mapping[str, str]) -> str:
         headlines=headlines(found),
         pictures={name: Markup(svg) for name, svg in pictures.items()},
         tables=shown,
-        kept=any(name in shown for name in ("tasks", "heldout", "perplexity", "recall", "repetition", "parity")),
+        kept=any(
+            name in shown for name in ("tasks", "heldout", "perplexity", "recall", "needle", "repetition", "parity")
+        ),
         limit=card.limit_of(at.get("tasks") or {}),
         samples=samples(at.get("generate")),
         recipe=found.recipe,
@@ -374,6 +413,8 @@ def tables(found: Folder) -> dict[str, Table]:
             for length, row in lengths.items()
         ]
         made["recall"] = Table(["recall, prompt (tokens)", *SIDES], rows)
+    if lengths := needle_rows(at.get("needle")):
+        made["needle"] = _needle_table(lengths, at["needle"])
     if repetition := at.get("repetition"):
         columns = [*SIDES, "text"]
         row = [card.with_error(repetition.get(who), repetition.get(f"{who}_stderr"), 2) for who in columns]
@@ -474,17 +515,39 @@ def _parity_table(found: dict) -> Table:
     return Table(["parity with one pass", *SIDES], rows)
 
 
+def _needle_table(lengths: dict[int, dict[str, dict]], needle: dict) -> Table:
+    rows = []
+    for length, depths in lengths.items():
+        for depth, row in depths.items():
+            names = [side + name for name in ("", "_rank") for side in SIDES]
+            cells = [card.with_error(row.get(name), row.get(f"{name}_stderr"), 2) for name in names]
+            rows.append([f"{length}, {depth if depth == 'all' else f'{depth} %'}", *cells])
+    columns = [
+        "needle, prompt (tokens) and depth",
+        *(f"{side}, {name}" for name in ("exact", "rank") for side in SIDES),
+    ]
+    note = f"exact: the value word for word; rank: the share of {needle['candidates'] - 1} other values that are "
+    return Table(columns, rows, note + f"less likely, 0.5 by chance; {needle['prompts']} prompts of a length and depth")
+
+
 def _decode_table(cells: dict, decode: dict) -> Table:
+    graphs = any("graph_tokens_per_second" in cell for sides in cells.values() for cell in sides.values())
     rows = []
     for (context, batch), sides in cells.items():
         for side, cell in sides.items():
             head = [f"{context} × {batch}", side]
             if "error" in cell:
-                rows.append([*head, cell["error"], "–", "–", "–"])
+                rows.append([*head, cell["error"], *["–"] * (3 + graphs)])
                 continue
             speeds = [format_count(cell[f"{what}_tokens_per_second"]) for what in ("prefill", "decode")]
-            rows.append([*head, *speeds, f"{cell['step_ms']['median']:.2f}", format_bytes(cell["cache_bytes"])])
+            row = [*head, *speeds, f"{cell['step_ms']['median']:.2f}", format_bytes(cell["cache_bytes"])]
+            if graphs:
+                graph = cell.get("graph_tokens_per_second")
+                row.insert(4, "–" if graph is None else format_count(graph))
+            rows.append(row)
     columns = ["decoding, context × batch", "model", "prefill tok/s", "decode tok/s", "ms a step", "cache"]
+    if graphs:
+        columns.insert(4, "as a CUDA graph")
     return Table(columns, rows, one_line((decode.get("machine") or {}).get("device", "")))
 
 

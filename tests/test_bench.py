@@ -98,6 +98,122 @@ def test_a_cell_that_does_not_fit(converted, capsys, monkeypatch, error):
     assert "out of memory" in run(capsys, converted, "--context", "16,32").out
 
 
+def test_a_model_that_does_not_fit_loses_no_other_cell(converted, teacher_folder, capsys, monkeypatch):
+    load = bench.Model.load
+
+    def loads(self, *args):
+        if not self.ours:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return load(self, *args)
+
+    monkeypatch.setattr(bench.Model, "load", loads)
+    out, err = run(capsys, converted, "--teacher", "--context", "16", "--json")
+    teacher, student = json.loads(out)["cells"]
+    assert teacher["error"] == "out of memory" and student["decode_tokens_per_second"] > 0
+    assert "out of memory while loading" in err and "--dtype bfloat16" in err
+
+
+def test_an_illegal_access_is_no_lack_of_memory(converted, capsys, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(bench, "measure", broken)
+    assert "illegal memory access" in run(capsys, converted, code=1).err
+
+
+def test_longer_than_the_model_is_measured_and_said(converted, capsys):
+    out, err = run(capsys, converted, "--context", "300", "--json")
+    assert json.loads(out)["cells"][0]["decode_tokens_per_second"] > 0
+    assert "is made for 256 tokens" in err
+    assert "is made for" not in run(capsys, converted, "--context", "200").err
+
+
+def test_a_large_batch_repeats_its_rows(converted, monkeypatch):
+    """The cache weighs what that of the whole batch does, and every row decodes as the one that it repeats."""
+    net = bench.open_model(str(converted)).load(torch.device("cpu"))
+    whole = bench.measure(net, 20, 5, 2)
+    monkeypatch.setattr(bench, "PREFILL", 45)
+    decoded = []
+    step = bench._step
+    monkeypatch.setattr(bench, "_step", lambda net, *args: decoded.append(step(net, *args)) or decoded[-1])
+    found = bench.measure(net, 20, 5, 2)
+    assert (whole["prefill_rows"], found["prefill_rows"]) == (5, 2)
+    assert found["cache_bytes"] == whole["cache_bytes"]
+    for tokens in decoded:
+        assert torch.equal(tokens[:2], tokens[2:4]) and torch.equal(tokens[0], tokens[4])
+
+
+class Captured:
+    """Stands for Replay where there is no GPU: the third call is as if captured."""
+
+    def __init__(self, run):
+        self.run, self.calls, self.graphs = run, 0, {}
+
+    def __call__(self, tokens):
+        self.calls += 1
+        if self.calls == 3:
+            self.graphs, self.result = {"key": "graph"}, self.run(tokens)
+        return self.result if self.graphs else self.run(tokens)
+
+
+@torch.no_grad()
+def test_room_gives_the_tokens_of_a_growing_cache(converted, monkeypatch):
+    net = bench.open_model(str(converted)).load(torch.device("cpu"))
+    ids = torch.randint(260, (2, 30), generator=torch.Generator().manual_seed(0))
+    caches = [DynamicCache(config=net.config) for _ in range(2)]
+    tokens = [bench._prefill(net, ids, cache) for cache in caches][0]
+    expected, following = [], tokens
+    for _ in range(3):
+        following = bench._step(net, following, caches[0])
+        expected.append(following)
+    steps = []
+    step = bench._step
+    monkeypatch.setattr(bench, "_step", lambda net, *args: steps.append(step(net, *args)) or steps[-1])
+    monkeypatch.setattr(bench, "Replay", Captured)
+    found = bench.replayed(net, tokens, caches[1], 5)
+    assert torch.equal(torch.stack(steps), torch.stack(expected)), "three steps run, five are replayed"
+    assert found["graph_tokens_per_second"] == pytest.approx(2e3 / found["graph_step_ms"])
+    assert isinstance(caches[1].layers[1], bench.Room) and caches[1].get_seq_length() == 33
+    assert torch.equal(caches[1].layers[1].keys, caches[0].layers[1].keys)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [None, RuntimeError("a kernel\nwaits"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_without_a_graph_the_reason_is_told(converted, monkeypatch, error):
+    def refuses(run):
+        def replay(tokens):
+            if error:
+                raise error
+            bench.warnings.warn("not possible: a sync", stacklevel=1)
+            return run(tokens)
+
+        replay.graphs = {}
+        return replay
+
+    monkeypatch.setattr(bench, "Replay", refuses)
+    net = bench.open_model(str(converted)).load(torch.device("cpu"))
+    cache = DynamicCache(config=net.config)
+    tokens = bench._prefill(net, torch.ones(1, 8, dtype=torch.long), cache)
+    reason = {None: "not possible: a sync", RuntimeError: "a kernel waits"}.get(error and type(error), "out of memory")
+    assert bench.replayed(net, tokens, cache, 2) == {"graph_error": reason}
+
+
+def test_table_with_graphs(converted, capsys, monkeypatch):
+    measure = bench.measure
+
+    def on_gpu(net, context, *rest):
+        more = {"graph_step_ms": 0.5, "graph_tokens_per_second": 2000.0}
+        return measure(net, context, *rest) | (more if context < 32 else {"graph_error": "a sync"})
+
+    monkeypatch.setattr(bench, "measure", on_gpu)
+    out, err = run(capsys, converted, "--teacher", "--context", "16,32")
+    lines = out.splitlines()
+    assert lines[1].split() == "context batch model prefill/s decode/s ms/step graph/s cache".split()
+    assert lines[2].split()[6] == bench.format_count(2000.0) and "–" not in lines[2]
+    assert max(map(len, lines[1:])) <= 80
+    assert "no CUDA graph of a step: a sync" in err and err.count("a sync") == 1 and "one CUDA graph" in err
+
+
 def test_another_error_is_not_hidden(converted, capsys, monkeypatch):
     def broken(*args):
         raise RuntimeError("shapes")

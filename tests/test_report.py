@@ -13,7 +13,7 @@ from linearize import cli, plots
 from linearize.card import MARK, model_card
 from linearize.console import Console
 from linearize.errors import UserError
-from linearize.report import read_folder, report
+from linearize.report import decode_figure, read_folder, report
 
 LAYERS = [
     {
@@ -57,6 +57,27 @@ EVALUATION = {
                 "student_stderr": None,
             },
         }
+    },
+    "needle": {
+        "candidates": 16,
+        "prompts": 8,
+        "lengths": {
+            length: {
+                depth: {
+                    "questions": 8,
+                    "teacher": known and 0.75,
+                    "teacher_stderr": known and 0.125,
+                    "student": known and 0.25,
+                    "student_stderr": known and 0.125,
+                    "teacher_rank": known and 1.0,
+                    "teacher_rank_stderr": known and 0.0,
+                    "student_rank": known and 0.625,
+                    "student_rank_stderr": known and 0.0625,
+                }
+                for depth in ("10", "50", "90", "all")
+            }
+            for length, known in (("512", True), ("1024", True), ("8192", None))
+        },
     },
     "repetition": {
         "ngram": 4,
@@ -158,7 +179,7 @@ def full(tmp_path_factory):
 
 def test_every_figure_and_table_is_there(full):
     path, result, page = full
-    names = ["retained", "recall", "cache", "decode", "ladder", "heads", "alignment", "distillation"]
+    names = ["retained", "recall", "needle", "cache", "decode", "ladder", "heads", "alignment", "distillation"]
     assert result["figures"] == [str(path / "report" / f"{name}.png") for name in names]
     assert all((path / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in names)
     assert page.count("svg") == len(names) and page.count("img") == 0
@@ -168,6 +189,7 @@ def test_every_figure_and_table_is_there(full):
         "34.2 % of the cache at 1k tokens", "0.25 recall at 512 tokens teacher 0.75", "1 min 15 s to convert on cpu",
         "arc_easy (acc) 0.800 ± 0.010 0.600 ± 0.020 75.0 %", "wiki (perplexity) 17.00 ± 0.50 34.00 ± 1.25 × 2.000",
         "word perplexity 60.00 90.00 × 1.500", "loses 0.2500 nats a token more", "128 1.00 ± 0.00 0.50 ± 0.06",
+        "1024, 90 % 0.75 ± 0.12 0.25 ± 0.12 1.00 ± 0.00 0.62 ± 0.06", "512, all 0.75", "of 15 other values",
         "repeated 4-grams 0.25 ± 0.12 0.50 ± 0.12 0.00 ± 0.00", "token by token: largest error 1.0e-05 1.0e-05",
         "8192 × 1 teacher out of memory", "1024 × 1 student 900 20 20.00 2 MB",
         "0 gdn 1.500 1.250 1.125 0.750 0.500 0.375 0.250 0.250", "Why? teacher Because. student So.",
@@ -241,7 +263,7 @@ def test_without_results_and_plots_the_rest_is_there(tmp_path, monkeypatch, caps
     assert cli.run(["report", str(before), "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
-    assert result["figures"] == [] and result["card"] is None and len(result["missing"]) == 8
+    assert result["figures"] == [] and result["card"] is None and len(result["missing"]) == 9
     assert "matplotlib is missing, pip install" in err and (before / "README.md").read_text() == card
     page = Page((before / "report.html").read_text())
     assert page.count("svg") == 0 and "What it kept" not in page.text and "cache, context" in page.text
@@ -312,9 +334,9 @@ def test_distillation_and_selection_show_what_they_changed(tmp_path, sketched):
 def test_each_part_can_be_missing(tmp_path, missing, sketched):
     path = folder(tmp_path / "out", evaluation={name: at for name, at in EVALUATION.items() if name != missing})
     result = report(path, Console(quiet=True))
-    figure = {"recall": "recall", "decode": "decode", "tasks": "retained"}.get(missing)
+    figure = {"recall": "recall", "needle": "needle", "decode": "decode", "tasks": "retained"}.get(missing)
     assert figure not in [Path(path).stem for path in result["figures"]]
-    assert len(result["missing"]) == 2 and len(result["figures"]) == 8 - bool(figure)
+    assert len(result["missing"]) == 2 and len(result["figures"]) == 9 - bool(figure)
 
 
 def test_what_is_no_finished_folder(tmp_path, capsys):
@@ -341,6 +363,43 @@ def test_a_metrics_line_cut_short_by_a_kill(tmp_path):
     with open(path / "metrics.jsonl", "a") as file:
         file.write('{"stage": "dist')
     assert read_folder(path).metrics == METRICS
+
+
+def decode_with_graphs():
+    cells = [
+        {
+            "model": side,
+            "context": context,
+            "batch": batch,
+            "prefill_tokens_per_second": 900.0,
+            "decode_tokens_per_second": 40.0 * batch,
+            "graph_tokens_per_second": 3000.0 * batch,
+            "step_ms": {"median": 25},
+            "cache_bytes": at * 1000,
+        }
+        for at, context in enumerate((1024, 65536), 1)
+        for batch in (1, 64)
+        for side in ("teacher", "student")
+    ]
+    cells[-2] = {"model": "teacher", "context": 65536, "batch": 64, "error": "out of memory"}
+    del cells[-1]["graph_tokens_per_second"]
+    return {"machine": {"device": "a chip"}, "cells": cells}
+
+
+def test_decoding_with_graphs(tmp_path):
+    decode = decode_with_graphs()
+    path = folder(tmp_path / "out", evaluation={"decode": decode})
+    report(path, Console(quiet=True))
+    text = Page((path / "report.html").read_text()).text
+    assert "as a CUDA graph" in text and "1024 × 64 student 900 2.56k 192k 25.00" in text.replace("K", "k")
+    assert "65536 × 64 teacher out of memory – – – –" in text and "65536 × 64 student 900 2.56k –" in text
+    first, second, cache = decode_figure(decode).axes
+    assert [line.get_label() for line in second.get_lines()][2:] == ["teacher, no graph", "student, no graph"]
+    assert first.get_lines()[0].get_ydata().tolist() == [3000, 3000]
+    teacher, student = (line.get_ydata().tolist() for line in second.get_lines()[:2])
+    assert teacher[0] == student[0] == 192000 and teacher[1] != teacher[1] and student[1] != student[1]
+    assert cache.get_lines()[1].get_ydata().tolist() == [1000, 2000]
+    assert decode_figure({"cells": decode["cells"][-2:-1]}) is None is decode_figure(None)
 
 
 assert PPL["ratio"] == 2.0  # what "× 2.000" above means
