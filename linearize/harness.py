@@ -109,6 +109,8 @@ def load_tasks(
 def _load(manager, name: str) -> Request:
     try:
         loaded = manager.load([name])
+    except UserError:
+        raise
     except Exception as error:  # data sets come through many libraries, each with errors of its own
         raise UserError(
             f"cannot load the task {name}: {type(error).__name__}: {one_line(error)[:200]}",
