@@ -1,8 +1,10 @@
-"""Text from a converted model, token by token, and from its teacher beside it."""
+"""Text from a converted model, token by token, and from its teacher beside it; several prompts' at once as samples."""
 
+import html
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -10,8 +12,9 @@ import torch
 from transformers import BatchEncoding, TextStreamer
 
 from linearize.console import Console
-from linearize.errors import UsageError, UserError
+from linearize.errors import UsageError, UserError, one_line
 from linearize.models import Model, free_memory, hushed, open_model, open_named_teacher
+from linearize.probes import GREEDY, NGRAM, mean_and_error, repeated
 from linearize.processes import pick_device
 
 SIDES = ("teacher", "student")  # from left to right
@@ -214,3 +217,95 @@ def _show_beside(answers: dict[str, str], sides: dict[str, Model]) -> None:
         table.add_column(Text(f"{side}: {sides[side].source}", overflow="ellipsis"), ratio=1)
     table.add_row(*(Text(text.strip()) for text in answers.values()))
     Terminal(file=sys.stdout).print(table)
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+def samples(source: str, prompts: Sequence[str], options: Options, console: Console) -> dict:
+    """Greedy answers of a converted model and of its teacher to several prompts.
+
+    All prompts are one batch, padded on the left. options: temperature and seed have no effect. Returns
+    ``{"samples": [{"prompt", "teacher": {"text", "tokens", "ended", "repeated"}, "student": ...}], "chat",
+    "max_new_tokens", "ngram", side: mean share of repeated n-grams, side_stderr}``; ended: whether the model stopped of
+    itself. Raises UserError for a model that names no teacher.
+    """
+    student = open_model(source, say=console.line)
+    fix = "name a converted model"
+    sides = {"teacher": open_named_teacher(student, say=console.line, fix=fix), "student": student}
+    device = pick_device(options.device)
+    found = {}
+    for side, model in sides.items():
+        rows = [_inputs(model, prompt, options)["input_ids"][0] for prompt in prompts]
+        try:
+            with console.stage(f"{side}: samples", len(prompts), "prompts") as bar:
+                found[side] = _together(model, rows, options.max_new_tokens, device, options.dtype)
+                bar.advance(len(prompts))
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            fix = "fewer prompts, --dtype bfloat16 or --device cpu"
+            raise UserError(f"out of memory while {model.source} answers", fix=fix) from error
+        free_memory(device)
+    report = {"chat": _chats(student, options), "max_new_tokens": options.max_new_tokens, "ngram": NGRAM}
+    report["samples"] = [
+        {"prompt": prompt, **{side: answers[i] for side, answers in found.items()}} for i, prompt in enumerate(prompts)
+    ]
+    for side, answers in found.items():
+        rates = [answer["repeated"] for answer in answers if answer["repeated"] is not None]
+        report[side], report[f"{side}_stderr"] = mean_and_error(rates)
+    return report
+
+
+def _together(model: Model, rows: list[torch.Tensor], tokens: int, device: torch.device, dtype: str) -> list[dict]:
+    """Greedy answers to prompts of different lengths, token ids [T] each."""
+    net = model.load(device, dtype)
+    end = net.generation_config.eos_token_id
+    ends = set(end if isinstance(end, list) else [end]) - {None}
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), min(ends, default=0))
+    real = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, longest - len(row) :], real[i, longest - len(row) :] = row, 1
+    with hushed():
+        out = net.generate(
+            input_ids=ids.to(device),
+            attention_mask=real.to(device),
+            max_new_tokens=tokens,
+            pad_token_id=min(ends, default=0),
+            **GREEDY,
+        )
+    answers = []
+    for row in out[:, longest:].tolist():
+        stop = next((i for i, token in enumerate(row) if token in ends), None)
+        text = model.tokenizer.decode(row[:stop], skip_special_tokens=True).strip()
+        made = {"text": text, "tokens": len(row[:stop]), "ended": stop is not None, "repeated": repeated(row[:stop])}
+        answers.append(made)
+    return answers
+
+
+def samples_page(report: dict, name: str) -> str:
+    """What :func:`samples` returns as Markdown: a table of both answers under every prompt. name: of the student."""
+    how = "in the chat template" if report["chat"] else "as plain text"
+    lines = [
+        f"# Samples of {_cell(name)}",
+        "",
+        f"Greedy, at most {report['max_new_tokens']} tokens, prompts {how}. In brackets: the share of "
+        f"{report['ngram']}-grams that an answer had before.",
+        "",
+    ]
+    for side in SIDES:
+        if report[side] is not None:
+            error = report[f"{side}_stderr"]
+            lines.append(f"* {side}: {report[side]:.2f}" + ("" if error is None else f" ± {error:.2f}"))
+    for number, sample in enumerate(report["samples"], 1):
+        lines += ["", f"## {number}. {_cell(one_line(sample['prompt']))}", ""]
+        shown = [sample[side]["repeated"] for side in SIDES]
+        heads = [f"{side} ({'–' if rate is None else f'{rate:.2f}'})" for side, rate in zip(SIDES, shown, strict=True)]
+        texts = [_cell(sample[side]["text"]) + ("" if sample[side]["ended"] else " …") for side in SIDES]
+        lines += [f"| {' | '.join(heads)} |", "|---|---|", f"| {' | '.join(texts)} |"]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """The text as it is, in one line of a Markdown table."""
+    text = re.sub(r"([\\`|*_#\[\]~$])", r"\\\1", html.escape(text, quote=False))
+    return re.sub(r"\r?\n|\r", "<br>", text)

@@ -10,6 +10,7 @@ from conftest import make_student, teacher_model, tiny_tokenizer
 
 from linearize import cli, generate
 from linearize.console import Console
+from linearize.errors import UserError
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
@@ -156,6 +157,56 @@ def test_ctrl_c_keeps_what_was_made(converted, capsys, monkeypatch, flags):
         assert out.endswith("\n") and "teacher" not in out, "the second model is not begun"
         if not flags:
             assert out == greedy(converted, "one two", 3)[0] + "\n"
+
+
+def test_samples_are_what_each_prompt_gives_alone(converted, teacher_folder):
+    prompts = ["one two", "a much longer prompt than the other", "x"]
+    options = generate.Options(max_new_tokens=20, device="cpu")
+    report = generate.samples(str(converted), prompts, options, Console(quiet=True))
+    assert [sample["prompt"] for sample in report["samples"]] == prompts and not report["chat"]
+    for side, folder in (("student", converted), ("teacher", teacher_folder("llama"))):
+        rates = []
+        for sample in report["samples"]:
+            text, count = greedy(folder, sample["prompt"], 20)
+            answer = sample[side]
+            assert answer["text"] == text.strip()
+            assert answer["tokens"] == count - answer["ended"] and (answer["ended"] or count == 20)
+            rates += [] if answer["repeated"] is None else [answer["repeated"]]
+        assert report[side] == pytest.approx(sum(rates) / len(rates)) and report[f"{side}_stderr"] >= 0
+
+
+def test_samples_in_the_chat_template(chatty):
+    report = generate.samples(
+        str(chatty), ["hi"], generate.Options(max_new_tokens=5, device="cpu"), Console(quiet=True)
+    )
+    assert report["chat"] and report["student_stderr"] is None
+    assert report["samples"][0]["student"]["text"] == greedy(chatty, "[user]hi>", 5)[0].strip()
+
+
+def test_samples_that_no_model_can_give(teacher_folder, converted, monkeypatch):
+    options = generate.Options(max_new_tokens=5, device="cpu")
+    with pytest.raises(UserError, match="names no teacher"):
+        generate.samples(str(teacher_folder("llama")), ["x"], options, Console(quiet=True))
+
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(generate, "_together", full)
+    with pytest.raises(UserError, match="out of memory while .* answers"):
+        generate.samples(str(converted), ["x"], options, Console(quiet=True))
+
+
+def test_samples_page():
+    answers = {
+        "teacher": {"text": "one|two\n<b>*x*</b>", "tokens": 9, "ended": True, "repeated": 0.25},
+        "student": {"text": "so", "tokens": 2, "ended": False, "repeated": None},
+    }
+    report = {"chat": True, "max_new_tokens": 9, "ngram": 4, "samples": [{"prompt": "Why\nso?", **answers}]}
+    report |= {"teacher": 0.25, "teacher_stderr": 0.125, "student": None, "student_stderr": None}
+    lines = generate.samples_page(report, "a_b").splitlines()
+    assert lines[0] == r"# Samples of a\_b" and "* teacher: 0.25 ± 0.12" in lines
+    assert lines[-5] == "## 1. Why so?" and lines[-3] == "| teacher (0.25) | student (–) |"
+    assert lines[-1] == r"| one\|two<br>&lt;b&gt;\*x\*&lt;/b&gt; | so … |"
 
 
 @pytest.mark.parametrize(
