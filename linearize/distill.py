@@ -293,6 +293,7 @@ class Trainer:
             weight_decay=0.0,
             fused=here.device.type == "cuda",
         )
+        self.tells = here.device.type == "cuda"
         # Weights that are split over processes, or targets that come from a disk, need the processor in between.
         self.replays = here.device.type == "cuda" and here.world == 1 and not (options.top_k and options.cache)
         self.descend = Replay(self._descend, enabled=self.replays)
@@ -320,13 +321,18 @@ class Trainer:
             last = number == len(parts)
             held = isinstance(self.module, DistributedDataParallel) and not last
             with self.module.no_sync() if held else nullcontext():
-                packed = None
-                if self.replays:
-                    reset, documents = packed_documents(some_positions, len(some_ids), always=True)
-                    packed = {"mixer_reset": reset, "mixer_documents": documents}
-                    some_positions = None if reset is None else some_positions
+                packed = self._packed(some_positions)
+                if self.replays and packed["mixer_reset"] is None:
+                    some_positions = None
                 total += self.descend(*tree_map(self._here, (some_ids, some_positions, weight, packed)))
         return float(total) / self.here.world
+
+    def _packed(self, positions: Tensor) -> dict | None:
+        """What :func:`packed_documents` says of these rows, on the CPU; else every mixer asks the GPU about them."""
+        if not self.tells:
+            return None
+        reset, documents = packed_documents(positions, len(positions), always=self.replays)
+        return {"mixer_reset": reset, "mixer_documents": documents}
 
     def _here(self, x):
         return x.to(self.here.device) if isinstance(x, Tensor) else x
@@ -334,7 +340,7 @@ class Trainer:
     def _descend(self, ids: Tensor, positions: Tensor | None, weight: float, packed: dict | None = None) -> Tensor:
         """Add the gradients of these rows; returns their loss."""
         # What is captured later is what runs plainly before.
-        with whole_rows(None if packed is None else positions is None):
+        with whole_rows(positions is None if self.replays else None):
             target = self.targets(ids, positions)
             with half_precision(self.here.device):
                 loss = self.module(ids, positions, target, weight, packed=packed)
@@ -570,10 +576,11 @@ class Trainer:
             # Past the end rows are repeated, so that every process makes as many calls, and not counted.
             picked = [*mine[start : start + size]]
             index = torch.tensor([row % count for row in picked])
-            ids, positions = rows.ids[index].to(here.device), rows.positions[index].to(here.device)
+            given = rows.ids[index], rows.positions[index], self._packed(rows.positions[index])
+            ids, positions, packed = tree_map(self._here, given)
             target = self.targets.full(ids, positions, 1.0)
             with half_precision(self.here.device):
-                sums = self.module(ids, positions, target, 1.0, measure=True)
+                sums = self.module(ids, positions, target, 1.0, measure=True, packed=packed)
             counted = torch.tensor([row < count for row in picked], device=here.device)
             for name in names:
                 totals[name] += float(sums[name][counted].sum())

@@ -21,6 +21,7 @@ from linearize.distill import Pass, Trainer, choose_trained, parameter_groups, p
 from linearize.errors import UserError
 from linearize.kl import chunked_kl
 from linearize.metrics import Metrics
+from linearize.mixers.expansion import Layout
 from linearize.processes import Processes
 from linearize.recipe import Distill
 
@@ -148,7 +149,7 @@ def test_rows_that_may_be_captured_have_a_mask_whether_or_not_they_hold_one_docu
             layer.register_forward_pre_hook(
                 lambda _, __, given: seen.append(given["attention_mask"] is not None), with_kwargs=True
             )
-        made.replays = replays
+        made.replays = made.tells = replays
         seen.clear()
         results.append(gradients_of(made, batch))
         return sorted(set(seen))
@@ -159,6 +160,23 @@ def test_rows_that_may_be_captured_have_a_mask_whether_or_not_they_hold_one_docu
     agree(results[1], results[2], 2e-5)
     monkeypatch.setattr("linearize.student.SHORT_ROWS", 8)
     assert masks(True, whole) == [False] and masks(True, batch) == [True]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_mixers_are_told_how_many_documents_there_are(whole, monkeypatch):
+    """In training and in measuring, also where nothing is captured: they would ask the GPU, each of them."""
+    told, of, batch = [], Layout.of, Loader(16, 4).batch(1)
+    monkeypatch.setattr(Layout, "of", lambda x, segments, **more: told.append(segments.documents) or of(x, segments))
+    positions = torch.arange(16).repeat(4, 1) if whole else batch.positions
+    found = []
+    for tells in (False, True):
+        made = trainer()
+        made.tells = tells
+        told.clear()
+        found.append((gradients_of(made, Batch(batch.ids, positions)), made.measure(Rows(batch.ids, positions))))
+        assert set(told) == ({2 if whole else 8} if tells else {None})  # rows, or four documents in each of two rows
+    agree(found[0][0], found[1][0], 2e-5)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
 
 
 def test_accumulated_is_one_big_batch():
