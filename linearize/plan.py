@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -27,17 +28,74 @@ from linearize.teacher import empty_model, open_teacher, stored_shapes
 
 LENGTHS = (1024, 8192, 32768)  # tokens at which the caches are compared
 CHUNK = 64  # tokens that the mixers' kernels take at once
-# Floating point operations a second that the stages were measured to reach with a model of 135M parameters: align and
-# calibrate on the converted layers, forward on everything that runs through whole layers and the head. From
-# results.json of the recipes smollm2-135m-cpu-demo and smollm2-135m-start (with loading and writing); a test compares.
-# Alignment was not timed on the GPU: its rate there stands to that of calibrate as on the CPU.
-RATES = {
-    "two CPU cores": {"forward": 60e9, "calibrate": 13e9, "align": 25e9},
-    "one H200": {"forward": 2.2e12, "calibrate": 0.43e12, "align": 0.83e12},
-}
+H200_BYTES = 142e9  # of an H200's memory, without what CUDA and fragments take
 # What the search for a layer's start evaluates: this many memories on the tokens that choose.
 SEARCHED = 12
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors names
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Floating point operations a second that the stages of :func:`work` reached with layers of a model.
+
+    hidden: the model's hidden size. A stage that was not measured with it has no rate.
+    """
+
+    model: str
+    hidden: int
+    rates: dict[str, float]
+
+
+# From narrow to wide. SmolLM2: results.json of the recipes smollm2-135m-cpu-demo and smollm2-135m-start, with loading
+# and writing; its alignment on the GPU was timed apart (1.97M tokens a second and layer, steps of 8192), and text in
+# bf16 moves at least as fast, as it is less work and fewer kernels than such a step. The others: single layers
+# with random weights, from recipes/costs by table.py --rates, distillation without CUDA graphs, as several GPUs run it.
+# A CPU computes in fp32 only. Tests compare all that is in a file.
+RATES = {
+    "two CPU cores": [
+        Measured("SmolLM2-135M", 576, {"forward_fp32": 60e9, "forward_bf16": 60e9, "calibrate": 13e9, "align": 25e9})
+    ],
+    "one H200": [
+        Measured(
+            "SmolLM2-135M",
+            576,
+            {"forward_fp32": 2.2e12, "forward_bf16": 14e12, "calibrate": 0.43e12, "align": 17e12},
+        ),
+        Measured(
+            "Qwen3-8B",
+            4096,
+            {
+                "forward_fp32": 43.3e12,
+                "forward_bf16": 396e12,
+                "calibrate": 11.6e12,
+                "align": 189e12,
+                "distill": 329e12,
+            },
+        ),
+        Measured(
+            "Llama-3.1-70B",
+            8192,
+            {"forward_fp32": 48e12, "forward_bf16": 527e12, "calibrate": 17e12, "align": 338e12, "distill": 519e12},
+        ),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class States:
+    """Hidden states in bytes, as :class:`linearize.layerwise.Layerwise` keeps them.
+
+    memory: of one process, at most at a time. files: of all processes together. own, copy: of the alignment text, the
+    share of it that a process moves, and the copy of all rows that it trains a layer on (0 for a single process, which
+    trains on its share). own_in_file, copy_in_file: whether those are beyond align.cache_bytes.
+    """
+
+    memory: int
+    files: int
+    own: int
+    copy: int
+    own_in_file: bool
+    copy_in_file: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +143,10 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything `linearize plan` says. Sizes in bytes; memory and disk are estimates, see :func:`make_plan`."""
+    """Everything `linearize plan` says. Sizes in bytes; memory, disk and time are estimates, see :func:`make_plan`.
+
+    seconds: by device, where there is an estimate. seconds_from: by device, what it rests on or why there is none.
+    """
 
     model: str
     family: str
@@ -105,6 +166,7 @@ class Plan:
     select_memory: dict[str, int]
     disk: dict[str, int]
     seconds: dict[str, float]
+    seconds_from: dict[str, str]
     export: dict[str, str | None]  # by target: why the student cannot be written so, None when it can
 
     @property
@@ -183,8 +245,10 @@ class Plan:
             if parts:
                 needs.append((title, f"about {format_bytes(sum(parts.values()))}"))
                 needs += [(f"  {name.replace('_', ' ')}", format_bytes(size)) for name, size in parts.items()]
-        for device, seconds in self.seconds.items():
-            needs.append((f"time on {device}", f"about {format_seconds(seconds)}"))
+        for device, basis in self.seconds_from.items():
+            seconds = self.seconds.get(device)
+            about = "no estimate" if seconds is None else f"about {format_seconds(seconds)}"
+            needs.append((f"time on {device}", f"{about}: {basis}"))
         needs += [(f"export to {name}", f"no: {why}" if why else "yes") for name, why in self.export.items()]
         console.table("what convert needs", ("", "amount"), needs)
         if self.notes:
@@ -263,15 +327,16 @@ def make_plan(
 ) -> Plan:
     """Work out the plan of a teacher. Raises UserError for a family or layers that cannot be converted.
 
-    Memory, layer by layer: one block in fp32 with AdamW's gradient and two moments for its attention and mixer,
-    embeddings and head in fp32, the hidden states of the text as far as align.cache_bytes allows, and one step's
-    activations; on a GPU all of it is there. Choosing layers: the student without softmax and a second softmax layer
-    beside each of its own in fp32, and the teacher. End to end, in one process: fp32 weights, gradients, two moments
-    and the running mean of what trains, the rest in fp32, and the teacher. Disk, at most at a time: the checkpoint; the
-    finished layers in fp32 that a stopped run goes on from, and where all are calibrated first their starts; those of
-    the student that layers are chosen in; beside the checkpoint the states and the result of distillation; hidden
-    states beyond the budget; and a .gguf file's dequantised copy or the download. Time: see :func:`work`; none where
-    layers are chosen or the student is distilled, which has not been measured.
+    Memory, layer by layer, of one process: one block in fp32 with AdamW's gradient and two moments for its attention
+    and mixer, embeddings and head in fp32, the hidden states of the text as far as align.cache_bytes allows
+    (:func:`hidden_states`), and one step's activations; on a GPU all of it is there. Choosing layers: the student
+    without softmax and a second softmax layer beside each of its own in fp32, and the teacher. End to end, in one
+    process: fp32 weights, gradients, two moments and the running mean of what trains, the rest in fp32, and the
+    teacher. Disk, at most at a time, of all processes: the checkpoint; the finished layers in fp32 that a stopped run
+    goes on from, and where all are calibrated first their starts; those of the student that layers are chosen in;
+    beside the checkpoint the states and the result of distillation; hidden states beyond the budget; and a .gguf file's
+    dequantised copy or the download. Time, in one process: the operations of :func:`work` at rates that were measured,
+    see :func:`rate`; none where layers are chosen, which was not. Downloads and the disk are not in it.
     """
     config, family = source.config, family_of(source.config)
     model = empty_model(family, config, source.model, source.shapes)
@@ -288,7 +353,7 @@ def make_plan(
         _count(getattr(block, family.attention)) - at.parameters for block, at in zip(blocks, layers, strict=True)
     )
     trained = max(layer.parameters + layer.mixer_parameters for layer in layers if layer.state_bytes)
-    align, calibrate = recipe.align, recipe.calibrate
+    align, calibrate, world = recipe.align, recipe.calibrate, int(os.environ.get("WORLD_SIZE", "1"))
     step_tokens = max(1, align.batch_tokens // align.context) * align.context
     steps = max(1, align.tokens // step_tokens) if align.tokens else 0
     block = max(_count(block) for block in blocks)
@@ -299,28 +364,31 @@ def make_plan(
         every = [_layer(i, block, family, config, shape, linear[i]) for i, block in enumerate(blocks)]
     rows = max(align.batch_tokens if align.tokens else 0, calibrate.context)
     width = config.hidden_size + 2 * config.intermediate_size + 6 * shape.q_heads * shape.key_dim
-    # Of teacher and student for calibration and held-out text, of the teacher for alignment: all at the same time.
-    text = [calibrate.tokens] * 2 + [align.tokens] + [recipe.data.heldout_tokens] * 2
-    streams = [getattr(torch, align.cache_dtype).itemsize * tokens * config.hidden_size for tokens in text]
-    kept = sum(size for size in streams if size <= align.cache_bytes)
+    states = hidden_states(recipe, config.hidden_size, len(specs), world)
     distill_memory = _distill_memory(recipe, layers, parameters, stays)
     disk = {
         "checkpoint": stays * dtype.itemsize + 4 * new,
-        "finished_layers": _saved_layers(layers, recipe),
+        "finished_layers": _saved_layers(layers, recipe, world),
     }
     if measured:
-        disk["choosing_layers"] = _saved_layers(every, recipe)
+        disk["choosing_layers"] = _saved_layers(every, recipe, world)
     if recipe.distill.tokens:
         # Weights and moments, as much as gradients and moments. The old state goes after the new one is whole, the last
         # after the result is, and the result after the checkpoint.
         state, result = distill_memory["gradients_and_moments"], disk["checkpoint"]
         disk["distillation"] = max(2 * state, state + result, 2 * result) - result
-    if sum(streams) > kept:
-        disk["hidden_states"] = sum(streams) - kept
+    if states.files:
+        disk["hidden_states"] = states.files
     if source.unpack:
         disk["dequantised_copy"] = 4 * parameters
     if source.download:
         disk["download"] = source.download
+    if measured:
+        seconds, seconds_from = {}, dict.fromkeys(RATES, "choosing layers was not measured")
+    else:
+        flops = work(config, model, shape, recipe, len(specs))
+        held = sum(distill_memory.values()) <= H200_BYTES
+        seconds, seconds_from = _times(flops, config.hidden_size, bool(states.files), held)
     return Plan(
         model=source.model,
         family=family.model_type,
@@ -347,17 +415,14 @@ def make_plan(
         memory={
             "block_and_optimizer": 4 * block + (12 * trained if align.tokens else 0),
             "embeddings_and_head": 4 * (parameters - sum(_count(block) for block in blocks)),
-            "hidden_states": kept,
+            "hidden_states": states.memory,
             "activations": 4 * rows * width,
         },
         distill_memory=distill_memory,
         select_memory=_select_memory(recipe, every, parameters) if measured else {},
         disk=disk,
-        seconds={
-            device: sum(flops / rates[stage] for stage, flops in work(config, model, shape, recipe, len(specs)).items())
-            for device, rates in RATES.items()
-            if not recipe.distill.tokens and not measured
-        },
+        seconds=seconds,
+        seconds_from=seconds_from,
         export={"qwen3_5": exportable(config, specs)},
     )
 
@@ -372,11 +437,56 @@ def _notes(family: Family, layers: list[LayerPlan], measured: int | None) -> str
     return "; ".join(notes)
 
 
-def _saved_layers(layers: list[LayerPlan], recipe: Recipe) -> int:
+def _calibrates_first(recipe: Recipe, world: int) -> bool:
+    """Whether all layers are calibrated before any is aligned, and processes share the alignment."""
+    return recipe.align.order == "calibrate-first" or (recipe.align.order == "auto" and world > 1)
+
+
+def _saved_layers(layers: list[LayerPlan], recipe: Recipe, world: int) -> int:
     """Bytes of converted layers as a run keeps them, and of their starts where those are kept as well."""
-    order, several = recipe.align.order, int(os.environ.get("WORLD_SIZE", "1")) > 1
-    starts = order == "calibrate-first" or (order == "auto" and several)
-    return 4 * sum(at.parameters + at.mixer_parameters for at in layers if at.state_bytes) * (1 + starts)
+    saved = sum(at.parameters + at.mixer_parameters for at in layers if at.state_bytes)
+    return 4 * saved * (1 + _calibrates_first(recipe, world))
+
+
+def hidden_states(recipe: Recipe, hidden_size: int, converted: int, world: int = 1) -> States:
+    """What `world` processes that convert `converted` layers keep of the text as it moves up the layers.
+
+    Calibration and held-out text have states of teacher and student, alignment the teacher's. In the interleaved order
+    one process keeps all at the same time, else one text comes after the other. The budget is for every text on its
+    own, but for a share and the copy of all rows together, of which the copy comes first where it fits.
+    """
+    size, budget = getattr(torch, recipe.align.cache_dtype).itemsize * hidden_size, recipe.align.cache_bytes
+    calibration, alignment, heldout = (
+        size * tokens for tokens in (recipe.calibrate.tokens, recipe.align.tokens, recipe.data.heldout_tokens)
+    )
+    first = _calibrates_first(recipe, world)
+    own, copy = alignment, 0
+    if first and world > 1:
+        own, copy = -(-alignment // world), alignment
+    own_in_file = own > budget - (copy if copy <= budget else 0)
+    copy_in_file = copy > budget - (0 if own_in_file else own)
+    in_file = [calibration > budget, heldout > budget]
+    both = [2 * calibration, 2 * heldout]
+    together = max if first else sum
+    processes = world if first else 1
+    return States(
+        memory=together(
+            [
+                *(0 if beyond else size for size, beyond in zip(both, in_file, strict=True)),
+                own * (not own_in_file) + copy * (not copy_in_file),
+            ]
+        ),
+        files=together(
+            [
+                *(size if beyond else 0 for size, beyond in zip(both, in_file, strict=True)),
+                processes * own * own_in_file + min(processes, converted) * copy * copy_in_file,
+            ]
+        ),
+        own=own,
+        copy=copy,
+        own_in_file=own_in_file,
+        copy_in_file=copy_in_file,
+    )
 
 
 def _teacher_itemsize(device: str) -> int:
@@ -411,28 +521,76 @@ def _distill_memory(recipe: Recipe, layers: list[LayerPlan], parameters: int, st
 def work(
     config: PreTrainedConfig, model: nn.Module, shape: HeadShape, recipe: Recipe, converted: int
 ) -> dict[str, float]:
-    """Floating point operations of calibration, alignment and measurement, by stage; two for a multiply and add.
+    """Floating point operations of a conversion by stage; two for a multiply and add.
 
-    forward: calibration (teacher and student), alignment and held-out text (both) through every layer, and the head.
-    calibrate: on each converted layer, the search on the tokens that choose, and queries, keys, values and the refit
-    of the output on all. align: teacher forward, student forward and backward. A memory of a head costs a token
-    ``6 K V + 2 C (3 K + V)`` in chunks of C.
+    forward_fp32: calibration and held-out text through every layer, teacher and student, and held-out text through the
+    head. forward_bf16: alignment text through every layer. calibrate: on each converted layer, the search on the tokens
+    that choose, and queries, keys, values and the refit of the output on all. align: teacher forward, student forward
+    and backward. distill: with weights alone, the teacher forward, the student forward, again where it checkpoints, and
+    backward, heads included. A memory of a head costs a token ``6 K V + 2 C (3 K + V)`` in chunks of C.
     """
-    calibrate, align = recipe.calibrate, recipe.align
+    calibrate, align, distill = recipe.calibrate, recipe.align, recipe.distill
     heads, key, value = shape.q_heads, shape.key_dim, shape.value_dim
+    blocks = model.model.layers
     memory = heads * (6 * key * value + 2 * CHUNK * (3 * key + value))
-    attention = 2 * _count(model.model.layers[0].self_attn)
-    layer = attention + sum(2 * _used(block, config) for block in model.model.layers) / len(model.model.layers)
+    attention = 2 * _count(blocks[0].self_attn)
+    layers = len(blocks) * attention + sum(2 * _used(block, config) for block in blocks)
     head = 2 * config.hidden_size * config.vocab_size
     heldout = recipe.data.heldout_tokens
-    streamed = 2 * calibrate.tokens + align.tokens + 2 * heldout
     chosen = min(calibrate.select_tokens, calibrate.tokens)
     refit = 2 * (heads * value) ** 2
+    # Gradients of weights as far as they train, and of what goes into all layers and the head.
+    trained = {"all": layers + head, "attention": converted * attention, "mixers": 0}[distill.train]
+    step = (3 + distill.checkpointing) * layers + 3 * head + trained
     return {
-        "forward": streamed * layer * len(model.model.layers) + 2 * heldout * head,
+        "forward_fp32": 2 * (calibrate.tokens + heldout) * layers + 2 * heldout * head,
+        "forward_bf16": align.tokens * layers,
         "calibrate": converted * (chosen * SEARCHED * memory + calibrate.tokens * (2 * attention + memory + refit)),
         "align": converted * align.tokens * (4 * attention + 3 * memory),
+        "distill": (distill.tokens + distill.long_tokens) * step,
     }
+
+
+def rate(stage: str, hidden: int, measured: list[Measured]) -> tuple[float, list[str]] | None:
+    """(operations a second of a stage at a hidden size, the models whose measurements say so), or None.
+
+    Between two measured sizes both logarithms run straight; beyond the widest and a little below the narrowest its rate
+    stands. At less than half of the narrowest nothing is said: starting kernels takes a share there that nobody knows.
+    """
+    points = [point for point in measured if stage in point.rates]
+    if not points or 2 * hidden < points[0].hidden:
+        return None
+    low = max((point for point in points if point.hidden <= hidden), key=lambda p: p.hidden, default=points[0])
+    high = min((point for point in points if point.hidden >= hidden), key=lambda p: p.hidden, default=points[-1])
+    if low is high:
+        return low.rates[stage], [low.model]
+    share = math.log(hidden / low.hidden) / math.log(high.hidden / low.hidden)
+    return low.rates[stage] ** (1 - share) * high.rates[stage] ** share, [low.model, high.model]
+
+
+def _times(
+    flops: dict[str, float], hidden: int, files: bool, held: bool
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds by device, and what they rest on or why there are none.
+
+    files: whether hidden states are in files, whose time is not counted. held: whether an H200 holds the distillation.
+    """
+    seconds, basis = {}, {}
+    for device, measured in RATES.items():
+        found = {stage: rate(stage, hidden, measured) for stage, count in flops.items() if count}
+        lacking = [stage for stage, at in found.items() if at is None]
+        if lacking:
+            what = "distillation" if lacking == ["distill"] else "a conversion"
+            least = next((point.model for point in measured if lacking[0] in point.rates), None)
+            basis[device] = f"{what} was not measured" + (f" with much narrower layers than {least}'s" if least else "")
+            continue
+        seconds[device] = sum(flops[stage] / speed for stage, (speed, _) in found.items())
+        used = {name for _, names in found.values() for name in names}
+        names = [point.model for point in measured if point.model in used]
+        basis[device] = f"at rates of the layers of {' and '.join(names)}" + ", without files of hidden states" * files
+        if device == "one H200" and not held:
+            basis[device] += "; one does not hold the distillation, several share that time"
+    return seconds, basis
 
 
 def _used(block: nn.Module, config: PreTrainedConfig) -> float:

@@ -22,8 +22,12 @@ from transformers import (
 
 from linearize import cli, plan
 from linearize.checkpoint import TensorIndex
+from linearize.console import Console
+from linearize.data import Rows
 from linearize.errors import UserError
+from linearize.layerwise import Layerwise
 from linearize.mixers import MIXERS, HeadShape
+from linearize.processes import Processes
 from linearize.recipe import OPTIONS, Recipe, recipes_dir
 from linearize.student import build_student
 
@@ -172,7 +176,63 @@ def test_hidden_states_beyond_the_budget_are_on_disk(teacher, capsys):
     recipe, width = Recipe(), 4 * SIZES["hidden_size"]
     both = 2 * (recipe.calibrate.tokens + recipe.data.heldout_tokens)  # of teacher and student
     assert said["memory"]["hidden_states"] == (both + 1_000_000) * width and "hidden_states" not in said["disk"]
+    assert all("without files" not in basis for basis in said["seconds_from"].values())
     assert small["memory"]["hidden_states"] == both * width and small["disk"]["hidden_states"] == 1_000_000 * width
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("budget", [0, 1, 2, 3, 4, 6, 7, 8, 9, 100])
+def test_hidden_states_of_several_processes_are_those_of_the_run(tmp_path, world, budget):
+    """Share and copy are where Layerwise puts them, for budgets in quarters of the text's states."""
+    rows = Rows(torch.zeros(24, 32, dtype=torch.long), torch.arange(32).repeat(24, 1))
+    hidden, whole = 16, 24 * 32 * 16 * 4
+    budget = budget * whole // 4
+    recipe = Recipe().replace({"align.tokens": rows.tokens, "align.context": 32, "align.cache_bytes": budget})
+    said = plan.hidden_states(recipe, hidden, converted=9, world=world)
+
+    class Here(Processes):
+        def gather(self, piece, owner):
+            return [piece] * self.world
+
+        def agree(self, value):
+            return value
+
+    run = Layerwise.__new__(Layerwise)
+    run.here, run.recipe, run.kept, run.batch = Here(torch.device("cpu"), 0, world), recipe, torch.float32, 32
+    run.text, run.run = SimpleNamespace(alignment=rows), SimpleNamespace(folder=tmp_path)
+    run.runner = SimpleNamespace(
+        config=SimpleNamespace(hidden_size=hidden), embed=lambda ids: torch.zeros(*ids.shape, hidden)
+    )
+    own = run._own_rows(rows)
+    assert said.own_in_file == own.teacher.in_file and said.own == whole // world
+    if world == 1:
+        assert said.copy == 0 and not said.copy_in_file
+        return
+    copy = run._gathered(own, 0).teacher
+    assert said.copy_in_file == copy.in_file and said.copy == whole
+    calibration = 2 * recipe.calibrate.tokens * hidden * 4
+    if budget > calibration:
+        assert said.memory == max(calibration, own.teacher.in_memory + copy.in_memory)
+
+
+def test_hidden_states_by_order(teacher, capsys, monkeypatch):
+    few = ("--align-tokens", "1M", "-s", "align.cache_bytes=100MB")
+    width, text = 4 * SIZES["hidden_size"], 1_000_000 * 4 * SIZES["hidden_size"]
+    recipe = Recipe()
+    # One text after the other: what is largest.
+    first = plan_json(capsys, teacher.folder, *few, "--align-order", "calibrate-first")
+    assert first["memory"]["hidden_states"] == 2 * max(recipe.calibrate.tokens, recipe.data.heldout_tokens) * width
+    assert first["disk"]["hidden_states"] == text
+    # Shares of 64 MB are in memory; each of the three converted layers has a copy, whatever the number of processes.
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    several = plan_json(capsys, teacher.folder, *few, "-s", *KEEP_LAST)
+    assert several["memory"]["hidden_states"] == text // 4 and several["disk"]["hidden_states"] == 3 * text
+    # Interleaved, the first process works alone.
+    alone = plan_json(capsys, teacher.folder, *few, "--align-order", "interleaved")
+    assert alone["disk"]["hidden_states"] == text
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    two = plan_json(capsys, teacher.folder, *few, "-s", *KEEP_LAST)
+    assert two["disk"]["hidden_states"] == text + 2 * text  # shares of 128 MB are in files too
 
 
 def test_text_of_less_than_a_step_is_one_step(teacher, capsys):
@@ -195,13 +255,13 @@ def test_layers_that_are_measured_later(teacher, capsys):
     said = plan_json(capsys, teacher.folder, "--keep-softmax", "auto:2", "--device", "cpu")
     assert len(said["converted_layers"]) == 2 and "measures which 2 layers" in said["notes"]
     plain = plan_json(capsys, teacher.folder)
-    assert plain["notes"] == "" and plain["select_memory"] == {} and plain["seconds"]
+    assert plain["notes"] == "" and plain["select_memory"] == {}
     # Every layer is converted and kept while they are chosen; two models are in memory.
     attention, new = (sum(at[name] for at in plain["layers"]) for name in ("parameters", "mixer_parameters"))
     new = new // len(plain["converted_layers"]) * len(plain["layers"])
     assert said["disk"]["choosing_layers"] == 4 * (attention + new)
     assert said["select_memory_bytes"] == 4 * (2 * said["parameters"] + new + attention)
-    assert said["seconds"] == {}
+    assert said["seconds"] == {} and set(said["seconds_from"].values()) == {"choosing layers was not measured"}
     assert cli.run(["plan", str(teacher.folder), "--keep-softmax", "auto:4"]) == 2
 
 
@@ -232,18 +292,120 @@ def test_time_is_scaled_from_the_measured_demo():
         "calibrate": sum(layer["calibrate_seconds"] for layer in measured["layers"]),
         "align": sum(layer["align_seconds"] for layer in measured["layers"]),
     }
-    seconds["forward"] = measured["seconds"] - sum(seconds.values())
-    for stage, rate in plan.RATES["two CPU cores"].items():
-        assert rate == pytest.approx(flops[stage] / seconds[stage], rel=0.2), stage
+    seconds["forward_fp32"] = measured["seconds"] - sum(seconds.values())
+    flops["forward_fp32"] += flops["forward_bf16"]  # which a CPU computes in fp32 as well
+    [point] = plan.RATES["two CPU cores"]
+    assert point.hidden == config.hidden_size and point.rates["forward_bf16"] == point.rates["forward_fp32"]
+    for stage, took in seconds.items():
+        assert point.rates[stage] == pytest.approx(flops[stage] / took, rel=0.2), stage
 
     measured = json.loads((recipes_dir() / "smollm2-135m-start" / "results.json").read_text())
     seconds = {arm["arm"]: arm.get("seconds") for arm in measured["arms"] if arm["keep"] == "8 of 30 kept"}
     recipe = Recipe.resolve(sets=["calibrate.tokens=32k", "align.tokens=0", "data.heldout_tokens=0"])
     flops = plan.work(config, model, HeadShape.from_config(config), recipe, 22)
-    rates = plan.RATES["one H200"]
+    point = plan.RATES["one H200"][0]
+    assert point.hidden == config.hidden_size
     # The control is not calibrated: all of its time is the forward passes.
-    assert rates["forward"] == pytest.approx(flops["forward"] / seconds["gdn-standard"], rel=0.1)
-    assert rates["calibrate"] == pytest.approx(flops["calibrate"] / (seconds["gdn"] - seconds["gdn-standard"]), rel=0.1)
+    assert point.rates["forward_fp32"] == pytest.approx(flops["forward_fp32"] / seconds["gdn-standard"], rel=0.1)
+    took = seconds["gdn"] - seconds["gdn-standard"]
+    assert point.rates["calibrate"] == pytest.approx(flops["calibrate"] / took, rel=0.1)
+    recipe = Recipe.resolve(sets=["align.tokens=1M"])
+    flops = plan.work(config, model, HeadShape.from_config(config), recipe, 1)
+    # 1.97M tokens a second and layer; a layer's text in bf16 moves at least as fast.
+    assert point.rates["align"] == pytest.approx(flops["align"] * 1.97, rel=0.02)
+    assert point.rates["forward_bf16"] == pytest.approx(flops["forward_bf16"] / 30 * 1.97, rel=0.02)
+
+
+MEASURED = [
+    plan.Measured("narrow", 512, {"align": 1e12}),
+    plan.Measured("middle", 2048, {"align": 4e12, "distill": 8e12}),
+    plan.Measured("wide", 8192, {"align": 4e12, "distill": 32e12}),
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "hidden", "expected"),
+    [
+        ("align", 512, (1e12, ["narrow"])),
+        ("align", 1024, (2e12, ["narrow", "middle"])),  # halfway, in both logarithms
+        ("align", 300, (1e12, ["narrow"])),
+        ("align", 255, None),
+        ("distill", 4096, (16e12, ["middle", "wide"])),
+        ("distill", 1024, (8e12, ["middle"])),
+        ("distill", 1023, None),
+        ("distill", 16384, (32e12, ["wide"])),
+        ("calibrate", 2048, None),
+    ],
+)
+def test_rates_between_measured_sizes(stage, hidden, expected):
+    found = plan.rate(stage, hidden, MEASURED)
+    assert found == (expected and (pytest.approx(expected[0]), expected[1]))
+
+
+def sized(hidden, layers=2):
+    """A source of a model of this width; its weights are nowhere."""
+    config = LlamaConfig(**SIZES | {"hidden_size": hidden, "num_hidden_layers": layers, "head_dim": 16})
+    return plan.Source("sized", config, torch.bfloat16)
+
+
+def test_what_an_estimate_of_time_rests_on():
+    room = "align.cache_bytes=20GB"
+    both = plan.make_plan(sized(2048), Recipe.resolve(sets=["distill.tokens=1M", room]))
+    assert list(both.seconds) == ["one H200"]
+    assert both.seconds_from == {
+        "two CPU cores": "distillation was not measured",
+        "one H200": "at rates of the layers of SmolLM2-135M and Qwen3-8B",
+    }
+    apart = plan.make_plan(sized(2048), Recipe.resolve(sets=[room]))
+    speed, _ = plan.rate("distill", 2048, plan.RATES["one H200"])
+    config = sized(2048).config
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    layers, head = 2 * sum(p.numel() for p in model.model.layers.parameters()), 2 * 2048 * config.vocab_size
+    more = both.seconds["one H200"] - apart.seconds["one H200"]
+    assert more == pytest.approx(1e6 * (5 * layers + 4 * head) / speed, rel=1e-2)
+    files = plan.make_plan(sized(2048), Recipe.resolve(sets=["align.cache_bytes=1GB"]))
+    assert files.seconds == apart.seconds
+    assert files.seconds_from["one H200"].endswith("Qwen3-8B, without files of hidden states")
+    narrow = plan.make_plan(sized(1024), Recipe.resolve(sets=["distill.tokens=1M"]))
+    assert narrow.seconds == {}
+    assert narrow.seconds_from["one H200"] == "distillation was not measured with much narrower layers than Qwen3-8B's"
+    assert set(plan.make_plan(sized(1024), Recipe()).seconds) == {"two CPU cores", "one H200"}
+    tiny = plan.make_plan(sized(64), Recipe())
+    assert tiny.seconds == {} and "a conversion was not measured" in tiny.seconds_from["two CPU cores"]
+
+
+def test_a_distillation_that_one_gpu_does_not_hold(monkeypatch):
+    source, recipe = sized(4096), Recipe.resolve(sets=["distill.tokens=1M"])
+    said = plan.make_plan(source, recipe)
+    assert "hold" not in said.seconds_from["one H200"]
+    monkeypatch.setattr(plan, "H200_BYTES", sum(said.distill_memory.values()) - 1)
+    more = plan.make_plan(source, recipe)
+    assert "one does not hold the distillation" in more.seconds_from["one H200"] and more.seconds == said.seconds
+    assert "hold" not in plan.make_plan(source, Recipe()).seconds_from["one H200"]
+
+
+def test_training_less_is_less_work():
+    config = sized(576).config
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+
+    def of(*sets):
+        recipe = Recipe.resolve(sets=["distill.tokens=10k", *sets])
+        return plan.work(config, model, HeadShape.from_config(config), recipe, 1)["distill"] / 10_000
+
+    layers, head = 2 * sum(p.numel() for p in model.model.layers.parameters()), 2 * 576 * config.vocab_size
+    attention = 2 * sum(p.numel() for p in model.model.layers[0].self_attn.parameters())
+    assert of() == pytest.approx(5 * layers + 4 * head, rel=1e-3)  # but for the norms
+    assert of() - of("distill.checkpointing=false") == pytest.approx(layers, rel=1e-3)
+    assert of("distill.train=attention") - of("distill.train=mixers") == attention
+    assert of("distill.train=mixers") == pytest.approx(4 * layers + 3 * head, rel=1e-3)
+
+
+def test_the_table_says_what_the_time_rests_on(capsys):
+    plan.make_plan(sized(2048), Recipe.resolve(sets=["distill.tokens=1M"])).show(Console())
+    out = capsys.readouterr().out
+    assert "no estimate: distillation was not measured" in out and "SmolLM2-135M and Qwen3-8B" in out
 
 
 def test_only_the_chosen_experts_count():
@@ -252,7 +414,7 @@ def test_only_the_chosen_experts_count():
     with torch.device("meta"):
         models = [Qwen3MoeForCausalLM(config) for config in (few, many)]
     done = [
-        plan.work(config, model, HeadShape.from_config(config), Recipe(), 3)["forward"]
+        plan.work(config, model, HeadShape.from_config(config), Recipe(), 3)["forward_bf16"]
         for config, model in zip((few, many), models, strict=True)
     ]
     assert done[0] < done[1] < 1.1 * done[0]  # the router alone grows
