@@ -187,7 +187,7 @@ def test_what_fits_where():
     small, large = cost("Qwen3-8B"), cost("Llama-3.1-70B")
     assert [small.fits(n) for n in (1, 8, 64)] == [False, True, True] and small.fewest() == 2
     assert [large.fits(n) for n in (1, 8, 64)] == [False, False, True] and large.fewest() == 16
-    assert all(c.align_bytes() < 150e9 for c in (small, large))
+    assert all(c.align_bytes(n) < 150e9 for c in (small, large) for n in (1, 8, 64))
     assert large.distill_bytes(1)["state"] == 16 * (60 * 858e6 + 20 * 856e6 + 2.1e9)
     assert "gathered" not in large.distill_bytes(1)
 
@@ -207,14 +207,55 @@ def test_copies_of_weights_are_not_split():
 
 
 def test_time_of_stage_1():
-    small = cost("Qwen3-8B", disk=2.0)
+    small = cost("Qwen3-8B", nvlink=300.0, network=25.0)
     alone, shared = small.align_seconds(8)
     # 64k tokens of calibration are twice what was measured; teacher and student of 36 layers move.
     assert alone == pytest.approx(27 * 8.0 + 131072 * (36 * 1e-5 + 27 * 2e-5 + 9 * 1e-5))
-    assert shared == pytest.approx(20e6 * (36 * 3e-6 + 4 * 4e-6))
-    assert small.states()[1] == 20_000_000 * 4096 * 2  # beyond align.cache_bytes, and the rest is not
-    assert small.disk_seconds(64) == pytest.approx(8 * (72 + 1) * 163.84 / 2)
+    # 1221 batches of 16384 tokens, 153 for who has most of them; 27 layers in groups of 8; 7 others send their share.
+    assert shared == pytest.approx(153 * 16384 * 36 * 3e-6 + 4 * 20e6 * 4e-6 + 27 * 7 * 163.84 / 8 / 300)
+    assert small.align_seconds(1)[1] == pytest.approx(20e6 * (36 * 3e-6 + 27 * 4e-6))
+    far = 20 * 16384 * 36 * 3e-6 + 20e6 * 4e-6 + 27 * 163.84 / 64 * (7 / 300 + 56 / 25)
+    assert small.align_seconds(64) == pytest.approx((alone, far))
+
+
+def test_time_of_hidden_states_in_files():
+    small = cost("Qwen3-8B", disk=2.0)
+    # 164 GB are beyond align.cache_bytes: the copies of all rows always, the shares of two processes as well.
     assert small.disk_seconds(1) == pytest.approx((72 + 27) * 163.84 / 2)
+    assert small.disk_seconds(2) == pytest.approx((2 * (72 + 27) / 2 + 27 + 27) * 163.84 / 2)
+    assert small.disk_seconds(8) == pytest.approx((27 + 27) * 163.84 / 2)
+    assert small.disk_seconds(16) == pytest.approx((27 + 8 + 8) * 163.84 / 2)  # 16 and 11 layers, 8 of each in a node
+    assert small.disk_seconds(64) == pytest.approx((27 + 8) * 163.84 / 2)
+    small.recipe = small.recipe.replace({"align.tokens": 5_000_000})
+    assert small.disk_seconds(8) == 0
+
+
+def test_the_report_says_when_the_disk_bounds_stage_1():
+    text = table.report(results(), arguments(), None)
+    [line] = [line for line in text.splitlines() if line.startswith("* Qwen3-8B: **the disk bounds")]
+    assert "164 GB for each process, up to 1.3 TB on a node" in line
+    small = cost("Qwen3-8B")
+    disk = small.disk_seconds(8)
+    assert f"{100 * disk / (disk + sum(small.align_seconds(8))):.0f} % on 8 GPUs" in line
+    # With what it says, the states are in memory and a GPU holds them; with a quarter more tokens it does not.
+    size = int(line.split("align.cache_bytes=")[1].split("GB")[0])
+    most = int(line.split("M on 8 GPUs")[0].split()[-1])
+    recipe = small.recipe.replace({"align.tokens": most * 10**6, "align.cache_bytes": size * 10**9})
+    small.recipe = recipe
+    assert small.disk_seconds(8) == 0 and small.align_bytes(8) <= 0.95 * 150e9
+    small.recipe = recipe.replace({"align.tokens": most * 5 * 10**6 // 4})
+    assert small.disk_seconds(8) > 0
+    quick = table.report(results(), arguments(disk=500.0), None)
+    assert "**the disk slows" in quick and "**the disk bounds" not in quick
+
+
+def test_a_copy_of_all_rows_is_counted_beside_the_share():
+    small = cost("Qwen3-8B")
+    small.recipe = small.recipe.replace({"align.tokens": 4_000_000})
+    whole = 4_000_000 * 4096 * 2
+    assert small.align_bytes(8) == pytest.approx(small.without_states() + whole + whole / 8)
+    # One process holds the states of calibration and held-out text beside them, of teacher and student.
+    assert small.align_bytes(1) == pytest.approx(small.without_states() + whole + 4 * 65536 * 4096 * 2)
 
 
 def test_time_of_stage_2():
@@ -283,12 +324,36 @@ def test_rates_count_operations_as_plan_does():
     config = family.config_class()(**model["config"])
     with torch.device("meta"):
         whole = family.causal_lm_class()(config)
-    flags = {"calibrate.tokens": 32768, "calibrate.select_tokens": 8192, "align.tokens": 1000}
+    tokens = {"calibrate.tokens": 32768, "calibrate.select_tokens": 8192, "align.tokens": 1000}
+    flags = tokens | {"distill.tokens": 4096, "data.heldout_tokens": 0}
     flops = work(config, whole, HeadShape.from_config(config), Recipe.resolve(flags=flags), 1)
     got = table.rates(found["models"]["Qwen3-8B"], found)
     # plan counts QK-norm's few weights as well.
     assert got["align"] == pytest.approx(flops["align"] / 1000 / 4e-6, rel=1e-2)
     assert got["calibrate"] == pytest.approx(flops["calibrate"] / 4.0, rel=1e-2)
+    assert got["forward_bf16"] == pytest.approx(flops["forward_bf16"] / (1000 * 36 * 3e-6), rel=1e-2)
+    assert got["forward_fp32"] == pytest.approx(flops["forward_fp32"] / (2 * 32768 * 36 * 1e-5), rel=1e-2)
+    step = 36 * 1e-6 + 27 * 5e-6 + 9 * 4e-6 + 1e-5  # without the graphs' times
+    assert got["distill"] == pytest.approx(flops["distill"] / (4096 * step), rel=1e-2)
+
+
+def test_plan_has_the_rates_that_were_measured():
+    from linearize.plan import RATES
+
+    found = json.loads((RECIPES / "costs" / "results.json").read_text())
+    assert "H200" in found["device"]
+    points = {point.model: point for point in RATES["one H200"]}
+    for name, model in found["models"].items():
+        assert points[name].hidden == model["shape"]["config"]["hidden_size"]
+        assert points[name].rates == pytest.approx(table.rates(model, found), rel=0.01)
+
+
+def test_the_page_is_what_the_results_give():
+    found = json.loads((RECIPES / "costs" / "results.json").read_text())
+    measured = RECIPES / "smollm2-135m-throughput" / "scaling.json"
+    scaling = json.loads(measured.read_text()) if measured.exists() else None
+    page = (RECIPES / "README.md").read_text()
+    assert table.replaced(page, table.report(found, arguments(), scaling)) == page, "run table.py with --write"
 
 
 # ---- README ---------------------------------------------------------------------------------------------------------

@@ -6,12 +6,22 @@ Prints Markdown, or puts it between the two markers of the file that --write nam
 the recipe that results.json names beside the model. With n GPUs, L layers of which C are converted, all in bytes and
 seconds, x the recipe's tokens of a kind, and every constant measured for the model's own layers and vocabulary:
 
-Stages 0 and 1. One process calibrates; all share the alignment of layers, but each moves the text up all of them:
+Stages 0 and 1. One process calibrates. Then each moves its share of the rows, M tokens at most, up the teacher's
+layers; what enters a layer to align is gathered by its owner, and n owners train at the same time. S is the size of the
+alignment text's hidden states:
 
     C calibrate + (calibrate tokens + held-out tokens) sum over layers (teacher's + student's move)        fp32, alone
-    + align tokens (L move + ceil(C / n) align)
-    + hidden states, where a process keeps more than align.cache_bytes: (2 L + ceil(C / n)) times their bytes, for every
-      process of a node, over the rate of its disk: the most, as the system keeps in memory what it has room for
+    + M L move + ceil(C / n) align tokens align
+    + C S (GPUs of a node - 1) / n / bandwidth of a node + C S (GPUs of other nodes) / n / one network card
+    + disk
+
+A process keeps its share and, while it trains, a copy of all rows. What is beyond align.cache_bytes is in a file, and
+the busiest node's processes take their disk, over --disk,
+
+    share    (2 L + C) S / n each: read and written as it moves, read to be gathered (or trained on, by one process)
+    copies   C S to write all of them, as gathers follow one another, and S for each that this node reads
+
+which is the most, as the system keeps in memory what it has room for.
 
 calibrate is scaled to the recipe's tokens in proportion, although a part of it does not grow. Not counted: downloads,
 reading and writing weights, packing text, the head on held-out text, start-up.
@@ -32,7 +42,7 @@ Memory of stage 2, a GPU: 16 bytes a trained weight and 2 of the teacher, split 
 (embeddings and head of the student with gradients, of the teacher, two layers' weights and a layer's gradients); what
 all layers keep of a micro batch; and the larger of a layer's backward and the loss, with the copies of weights that
 autocast keeps of all layers until the forward is over. Of stages 0 and 1: a block, its mixer, embeddings and head in
-fp32, the hidden states that fit align.cache_bytes, and the measured peak of calibration or alignment.
+fp32, the hidden states that fit align.cache_bytes, and the larger measured peak, of calibration or of alignment.
 """
 
 import argparse
@@ -42,7 +52,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linearize.errors import UserError
-from linearize.plan import CHUNK, SEARCHED
+from linearize.layerwise import BATCH_TOKENS
+from linearize.plan import CHUNK, SEARCHED, States, hidden_states
 from linearize.recipe import Recipe
 
 BEGIN, END = "<!-- costs: written by recipes/costs/table.py -->", "<!-- costs: end -->"
@@ -115,20 +126,17 @@ class Cost:
 
     # -- stages 0 and 1
 
-    def states(self) -> tuple[float, float]:
-        """Bytes of hidden states (in memory, in files) of one process."""
-        recipe = self.recipe
-        size = {"float32": 4, "bfloat16": 2, "float16": 2}[recipe.align.cache_dtype] * self.hidden
-        texts = [recipe.calibrate.tokens] * 2 + [recipe.align.tokens] + [recipe.data.heldout_tokens] * 2
-        streams = [size * tokens for tokens in texts]
-        inside = sum(s for s in streams if s <= recipe.align.cache_bytes)
-        return inside, sum(streams) - inside
+    def states(self, gpus: int) -> States:
+        return hidden_states(self.recipe, self.hidden, self.converted, gpus)
 
-    def align_bytes(self) -> float:
+    def without_states(self) -> float:
+        """Bytes a GPU of stages 0 and 1 but for hidden states."""
         scale = self.recipe.calibrate.tokens / self.results["calibrate_tokens"]
         peak = max(self.found["stage1"]["align_bytes"], self.found["stage0"]["calibrate_bytes"] * scale)
-        block = self.weights["softmax_layer"] + self.weights["converted_attention"] + self.rest
-        return 4 * block + self.states()[0] + peak
+        return 4 * (self.weights["softmax_layer"] + self.weights["converted_attention"] + self.rest) + peak
+
+    def align_bytes(self, gpus: int) -> float:
+        return self.without_states() + self.states(gpus).memory
 
     def align_seconds(self, gpus: int) -> tuple[float, float]:
         """(alone in one process, shared) seconds of stages 0 and 1, without the disk's."""
@@ -136,12 +144,28 @@ class Cost:
         calibrate = zero["calibrate_seconds"] * recipe.calibrate.tokens / self.results["calibrate_tokens"]
         move = self.layers * zero["move_softmax"] + self.of_all("move_converted", "move_softmax", zero)
         alone = self.converted * calibrate + (recipe.calibrate.tokens + recipe.data.heldout_tokens) * move
-        mine = math.ceil(self.converted / gpus)
-        return alone, recipe.align.tokens * (self.layers * one["move"] + mine * one["align"])
+        tokens = recipe.align.tokens
+        share = min(tokens, math.ceil(math.ceil(tokens / BATCH_TOKENS["cuda"]) / gpus) * BATCH_TOKENS["cuda"])
+        trained = math.ceil(self.converted / gpus) * tokens
+        sent = self.states(gpus).copy / gpus * 1e-9  # by each of the others, for each layer
+        gather = sent * ((min(gpus, NODE) - 1) / self.nvlink + max(0, gpus - NODE) / self.network)
+        return alone, share * self.layers * one["move"] + trained * one["align"] + self.converted * gather
 
     def disk_seconds(self, gpus: int) -> float:
-        passes = 2 * self.layers + math.ceil(self.converted / gpus)
-        return min(gpus, NODE) * passes * self.states()[1] / (1e9 * self.disk)
+        """Seconds that hidden states in files add to stages 0 and 1, on the node that reads most."""
+        states, through = self.states(gpus), 0.0
+        if states.own_in_file:
+            through += min(gpus, NODE) * (2 * self.layers + self.converted) * states.own
+        if states.copy_in_file:
+            groups, rest = divmod(self.converted, gpus)
+            through += (self.converted + groups * min(gpus, NODE) + min(rest, NODE)) * states.copy
+        return through / (1e9 * self.disk)
+
+    def room(self, gpus: int) -> float:
+        """Bytes that a GPU has for the alignment's hidden states."""
+        states = self.states(gpus)
+        others = states.memory - states.own * (not states.own_in_file) if gpus == 1 else 0
+        return HEADROOM * self.results["device_bytes"] - self.without_states() - others
 
     # -- stage 2
 
@@ -284,7 +308,7 @@ def memory_part(costs: dict[str, Cost], counts: list[int]) -> list[str]:
         capacity = HEADROOM * cost.results["device_bytes"]
         for gpus in rows(cost, counts):
             parts = cost.distill_bytes(gpus)
-            one = cost.align_bytes()
+            one = cost.align_bytes(gpus)
             activations = parts["kept activations"] + parts["loss or backward"]
             cells = [one, sum(parts.values()), parts["state"], parts["teacher"], parts.get("gathered", 0.0)]
             cells += [activations, parts["autocast's copies"]]
@@ -298,8 +322,6 @@ def memory_part(costs: dict[str, Cost], counts: list[int]) -> list[str]:
         line = f"* {name}: stage 2 needs {at_least(with_copies)}"
         if without != with_copies:
             line += f"; without autocast's copies of the weights {at_least(without)}"
-        if files := cost.states()[1]:
-            line += f"; in stage 1 every process keeps {files / 1e9:.0f} GB of hidden states in a file"
         size = cost.results["device_bytes"] / 1e9
         lines.append(f"{line}. A GPU has {size:.0f} GB, of which {100 * HEADROOM:.0f} % are counted on.")
     return lines
@@ -357,11 +379,40 @@ def time_part(costs: dict[str, Cost], counts: list[int], args: argparse.Namespac
             f"alignment and {distill} for distillation in steps of {step}; {cost.converted} of {cost.layers} layers "
             "converted."
         )
+        lines += disk_lines(name, cost, rows(cost, counts))
     if scaling:
         lines.append(
             f"* The scaling was measured with {scaling['model']} on {scaling['device']}; in brackets on how many GPUs."
         )
     return lines
+
+
+def disk_lines(name: str, cost: Cost, counts: list[int]) -> list[str]:
+    """What hidden states in files do to stages 0 and 1, and which settings keep them out of files."""
+    align = cost.recipe.align
+    seconds = {gpus: cost.disk_seconds(gpus) for gpus in counts}
+    counts = [gpus for gpus in counts if seconds[gpus]]
+    if not counts:
+        return []
+    share = {gpus: 100 * seconds[gpus] / (seconds[gpus] + sum(cost.align_seconds(gpus))) for gpus in counts}
+    verb = "bounds" if max(share.values()) > 50 else "slows"
+    taken = ", ".join(f"{share[gpus]:.0f} % on {at_least(gpus)}" for gpus in counts)
+    whole, room = cost.states(1).own, math.floor(min(cost.room(gpus) for gpus in counts) / 1e9)  # room in GB
+    fewer = []
+    for gpus in counts:
+        states = cost.states(gpus)
+        tokens = align.tokens * 1e9 * room / (states.own + states.copy)
+        fewer.append(f"{math.floor(tokens / 1e6)}M on {at_least(gpus)}")
+    line = (
+        f"* {name}: **the disk {verb} stages 0 and 1**. At most, it takes {taken} of their time. The hidden "
+        f"states of {align.tokens:,} tokens in {align.cache_dtype} are {whole / 1e9:.0f} GB, `align.cache_bytes` is "
+        f"{align.cache_bytes / 1e9:.0f} GB, and so they lie in files: {whole / 1e9:.0f} GB for each process, up to "
+        f"{min(max(counts), NODE) * whole / 1e12:.1f} TB on a node. With fewer `align.tokens` and "
+        f"`align.cache_bytes={room}GB` they stay in a GPU's memory: up to {', '.join(fewer)}."
+    )
+    if align.cache_dtype == "float32":
+        line += " `align.cache_dtype=bfloat16` halves them."
+    return [line]
 
 
 def hours(seconds: float) -> str:
@@ -377,7 +428,7 @@ def price(seconds: float, args: argparse.Namespace) -> str:
 
 
 def rates(found: dict, results: dict) -> dict[str, float] | str:
-    """Operations a second as `linearize.plan` counts them (plan.work), and of stage 2 with two for every product."""
+    """Operations a second of every stage as `linearize.plan.work` counts them; of stage 2 without CUDA graphs."""
     if lacks := missing(found):
         return f"not measured: {', '.join(lacks)}"
     config, weights = found["shape"]["config"], found["shape"]["parameters"]
@@ -388,13 +439,13 @@ def rates(found: dict, results: dict) -> dict[str, float] | str:
     calibrate += results["calibrate_tokens"] * (2 * attention + memory + 2 * (heads * dim) ** 2)
     cost = Cost(found, results)
     distill = 8 * cost.of_layers + 2 * (cost.teacher - cost.rest) + 8 * weights["head"]
-    arithmetic, _ = cost.distill_seconds(1)
+    arithmetic, _ = cost.distill_seconds(2)
     values = {
-        "forward": 2 * weights["softmax_layer"] / found["stage1"]["move"],
+        "forward_bf16": 2 * weights["softmax_layer"] / found["stage1"]["move"],
         "forward_fp32": 2 * weights["softmax_layer"] / found["stage0"]["move_softmax"],
         "calibrate": calibrate / found["stage0"]["calibrate_seconds"],
         "align": (4 * attention + 3 * memory) / found["stage1"]["align"],
-        "distill": distill * cost.recipe.distill.tokens / arithmetic,
+        "distill": distill * cost.recipe.distill.tokens / (2 * arithmetic),
     }
     return {name: float(f"{value:.3g}") for name, value in values.items()}
 
