@@ -8,10 +8,14 @@ NAME: a recipe's name or file. MODEL: a Hub id, folder or .gguf file. --data: tr
 perplexity at several contexts and repetition are measured on. --tasks: a folder with the lm-eval tasks named in
 CHOICES, LAMBADA and WIKITEXT below; without it no task is run. --set changes keys of the recipe.
 
-OUT/results.json is written after every stage. The same command again goes on where it was stopped: the conversion by
-itself, the measurements with those that are not in the file. --teacher-results names a file that keeps what the teacher
-gave, for other recipes and other machines with the same weights and library versions: it is read when it is there, and
-written. Paths are left out of what is written.
+Beside these: a needle in a text, questions with written answers (--qa, the task in tasks/qa.yaml; by default SciQ where
+--tasks has it beside it), the samples of prompts.txt (also OUT/samples.md) and decoding at several contexts and batches
+(also OUT/decode.png, where there is matplotlib).
+
+OUT/results.json is written after every stage; --skip leaves stages out, by their names in STAGES. The same command
+again goes on where it was stopped: the conversion by itself, the measurements with those that are not in the file.
+--teacher-results names a file that keeps what the teacher gave, for other recipes and other machines with the same
+weights and library versions: it is read when it is there, and written. Paths are left out of what is written.
 """
 
 import argparse
@@ -27,14 +31,16 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from linearize import bench, generate, harness, plots
 from linearize import evaluate as evaluation
-from linearize import harness
-from linearize.checkpoint import atomic_write_text, read_object
+from linearize.card import short_name
+from linearize.checkpoint import atomic_write_bytes, atomic_write_text, read_object
 from linearize.console import Console, format_seconds, plain
 from linearize.convert import convert
 from linearize.data import documents, open_sources
@@ -42,12 +48,19 @@ from linearize.errors import UserError
 from linearize.models import open_model
 from linearize.processes import pick_device
 from linearize.recipe import Recipe
+from linearize.report import decode_figure
 
+STAGES = ("wikitext2", "tasks", "recall", "perplexity", "needle", "qa", "samples", "decode")
+HERE = Path(__file__).parent
 CHOICES = ("piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande", "openbookqa", "boolq", "sciq", "copa")
 CHOICES = tuple(f"local_{name}" for name in CHOICES)
 LAMBADA, WIKITEXT = "local_lambada", "local_wikitext2"
 # Requests at once on a GPU: of short questions, and of documents in windows as long as the model's positions.
 BATCH = {"tasks": "256", "wikitext2": "8"}
+SCIQ = Path("data") / "eval" / "sciq_validation.jsonl"  # beside the folder of tasks
+SAMPLE_TOKENS = 128
+# Contexts, batches and steps of decoding: on a GPU, and on a CPU, where the largest would take hours.
+DECODE = {"cuda": ("1024,4096,16384,65536", "1,64", 16), "cpu": ("512,2048", "1", 8)}
 RESAMPLES = 1000  # of a bootstrap; lm-eval's 100,000 take longer than LAMBADA itself
 POINTS = 200  # of a loss curve
 LAYER_POINTS = 20  # of a layer's
@@ -67,8 +80,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="documents of a task, to try it out")
     parser.add_argument("--documents", type=int, default=48, help="long held-out ones, for perplexity by context")
     parser.add_argument("--contexts", default="512,1024,2048,4096", help="of perplexity")
-    parser.add_argument("--lengths", default="512,1024,2048,4096,8192", help="of the prompts of recall")
-    parser.add_argument("--prompts", type=int, default=16, help="of recall at each length, and of repetition")
+    parser.add_argument("--lengths", default="512,1024,2048,4096,8192", help="of the prompts of recall and needle")
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="of recall at each length, needle at each and depth, and of repetition"
+    )
+    parser.add_argument("--qa", type=Path, metavar="FILE", help="questions with written answers (tasks/qa.yaml)")
+    parser.add_argument("--decode-contexts", metavar="N,N", help="of decoding")
+    parser.add_argument("--decode-batches", metavar="N,N", help="of decoding")
+    parser.add_argument("--skip", default="", metavar="NAMES", help=f"of {', '.join(STAGES)}")
     args = parser.parse_args(argv)
     try:
         run(args, "python recipes/measure.py " + shlex.join(argv if argv is not None else sys.argv[1:]))
@@ -86,15 +105,16 @@ def run(args: argparse.Namespace, command: str) -> None:
     recipe = Recipe.resolve(args.name, args.set, {"data.source": args.data, "run.seed": args.seed})
     device, console = pick_device(recipe.run.device), Console()
     results = Results(args.out, command, recipe, device)
-    todo = {} if args.no_eval else measurements(args, recipe, device)
-    todo = {name: options for name, options in todo.items() if not results.has(name, options)}
     model = args.out / "model"
+    todo = {} if args.no_eval else measurements(args, recipe, device, model, console)
+    todo = {name: measurement for name, measurement in todo.items() if not results.has(name, measurement.asked)}
     if "record" not in results.found or (todo and not (model / "config.json").is_file()):
         with results.stage("convert"):
             record = convert(args.model, model, recipe, console)
         results.found["record"] = trimmed(record)
         results.found["curve"] = curve(model / "metrics.jsonl")
         results.write()
+    failed = []
     if todo:
         lean()
         texts = args.out / "heldout.jsonl"
@@ -102,33 +122,97 @@ def run(args: argparse.Namespace, command: str) -> None:
             with results.stage("long documents"):
                 atomic_write_text(texts, long_documents(recipe, args.documents))
         with kept_teacher(args.model, recipe, args.teacher_results, console):
-            for name, options in todo.items():
-                with results.stage(name):
-                    report = evaluation.evaluate(str(model), options, console)
-                results.keep(name, options, report)
+            for name, measurement in todo.items():
+                try:
+                    with results.stage(name):
+                        results.keep(name, measurement.asked, measurement.run())
+                except UserError as error:  # the other stages go on without it
+                    print(f"error: {name}: {error}", file=sys.stderr, flush=True)
+                    failed.append(name)
     results.summarise(console)
+    if failed:
+        raise UserError("not measured", value=", ".join(failed), fix="the same command tries these again")
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
 
 
-def measurements(args: argparse.Namespace, recipe: Recipe, device: torch.device) -> dict[str, evaluation.Options]:
-    """What `linearize eval` is asked, in calls whose settings differ."""
+@dataclass(frozen=True)
+class Measurement:
+    """What is asked, which decides whether it has been measured, and what measures it: a report."""
+
+    asked: dict
+    run: Callable[[], dict]
+
+
+def measurements(
+    args: argparse.Namespace, recipe: Recipe, device: torch.device, model: Path, console: Console
+) -> dict[str, Measurement]:
+    """By the names under which the results keep them, in the order in which they are made."""
+    skipped = set(filter(None, args.skip.split(",")))
+    if unknown := sorted(skipped - set(STAGES)):
+        raise UserError("--skip names no stage", value=", ".join(unknown), fix=f"of {', '.join(STAGES)}")
     text = str(args.out / "heldout.jsonl")
     dtype = recipe.run.dtype if device.type == "cuda" else "float32"
-    common = functools.partial(evaluation.Options, device=recipe.run.device, dtype=dtype)
+    where = {"device": recipe.run.device, "dtype": dtype}
+    batch = BATCH if device.type == "cuda" else dict.fromkeys(BATCH, "auto")
     found = {}
+
+    def asks(stage: str, name: str | None = None, **options) -> None:
+        if stage not in skipped:
+            made = evaluation.Options(**where, **options)
+            found[name or stage] = Measurement(asked_of(made), lambda: evaluation.evaluate(str(model), made, console))
+
     if args.tasks is not None:
-        task = functools.partial(common, include_path=args.tasks, limit=args.limit)
-        batch = BATCH if device.type == "cuda" else dict.fromkeys(BATCH, "auto")
+        task = {"include_path": args.tasks, "limit": args.limit}
         # Last what the folder's own eval/tasks.json is to hold: another batch size replaces it.
-        found["wikitext2"] = task(tasks=(WIKITEXT,), batch_size=batch["wikitext2"])
-        found["tasks"] = task(tasks=(*CHOICES, LAMBADA), batch_size=batch["tasks"])
-    lengths = tuple(map(int, args.lengths.split(",")))
-    found["recall"] = common(tasks=("recall", "repetition"), lengths=lengths, prompts=args.prompts, data=text)
-    for context in map(int, args.contexts.split(",")):
-        found[f"perplexity-{context}"] = common(tasks=("perplexity",), context=context, data=text, limit=args.documents)
+        asks("wikitext2", tasks=(WIKITEXT,), batch_size=batch["wikitext2"], **task)
+        asks("tasks", tasks=(*CHOICES, LAMBADA), batch_size=batch["tasks"], **task)
+    lengths = numbers(args.lengths)
+    asks("recall", tasks=("recall", "repetition"), lengths=lengths, prompts=args.prompts, data=text)
+    for context in numbers(args.contexts):
+        name = f"perplexity-{context}"
+        asks("perplexity", name, tasks=("perplexity",), context=context, data=text, limit=args.documents)
+    asks("needle", tasks=("needle",), lengths=lengths, prompts=args.prompts, data=text)
+    if "qa" not in skipped and (questions := questions_file(args)) is not None:
+        os.environ["LINEARIZE_QA"] = str(questions)  # where the task looks
+        # With the batch size of the other tasks it joins them in the folder's own eval/tasks.json.
+        task = {"include_path": HERE / "tasks", "limit": args.limit, "batch_size": batch["tasks"]}
+        asks("qa", tasks=("qa_exact",), **task)
+        found["qa"].asked["questions"] = hashlib.sha256(questions.read_bytes()).hexdigest()[:16]
+    if "samples" not in skipped:
+        prompts = (HERE / "prompts.txt").read_text(encoding="utf-8").splitlines()
+        answers = generate.Options(max_new_tokens=SAMPLE_TOKENS, teacher=True, **where)
+        asked = {**asked_of(answers), "prompts": prompts}
+        found["samples"] = Measurement(
+            asked, lambda: {"samples": generate.samples(str(model), prompts, answers, console)}
+        )
+    if "decode" not in skipped:
+        contexts, batches, steps = DECODE[device.type]
+        grid = {"context": args.decode_contexts or contexts, "batch": args.decode_batches or batches}
+        grid = {name: numbers(value) for name, value in grid.items()}
+        speed = bench.Options(**grid, steps=steps, teacher=True, **where)
+        found["decode"] = Measurement(asked_of(speed), lambda: {"decode": bench.decode(str(model), speed, console)})
     return found
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError as error:
+        raise UserError("not whole numbers separated by commas", value=text, fix="for example 1024,8192") from error
+
+
+def questions_file(args: argparse.Namespace) -> Path | None:
+    """The questions with written answers; None, with a line that says so, where there are none."""
+    if args.qa is not None:
+        if not args.qa.is_file():
+            raise UserError("--qa is no file", value=str(args.qa), fix="a .json or .jsonl file, or leave it out")
+        return args.qa
+    if args.tasks is not None and (beside := args.tasks.resolve().parent / SCIQ).is_file():
+        return beside
+    print("== qa: left out, no questions: --qa FILE names some (recipes/tasks/qa.yaml says of what form)", flush=True)
+    return None
 
 
 def long_documents(recipe: Recipe, count: int) -> str:
@@ -221,17 +305,27 @@ class Results:
     def write(self) -> None:
         atomic_write_text(self.path, json.dumps(plain(self.found), indent=1) + "\n")
 
-    def has(self, name: str, options: evaluation.Options) -> bool:
-        return self.found["evaluation"].get(name, {}).get("options") == asked_of(options)
+    def has(self, name: str, asked: dict) -> bool:
+        return self.found["evaluation"].get(name, {}).get("options") == asked
 
-    def keep(self, name: str, options: evaluation.Options, report: dict) -> None:
+    def keep(self, name: str, asked: dict, report: dict) -> None:
         dropped = ("linearize", "model", "teacher", "settings")
         measured = {key: value for key, value in report.items() if key not in dropped}
-        self.found["evaluation"][name] = public({"options": asked_of(options), **measured})
+        # What a model wrote stays as it is.
+        measured = {key: value if key == "samples" else public(value) for key, value in measured.items()}
+        self.found["evaluation"][name] = {"options": asked, **measured}
         self.write()
 
     def summarise(self, console: Console) -> None:
-        """What the student keeps, in few numbers, into the file and as a table."""
+        """What the student keeps, in few numbers, into the file and as a table; samples.md and decode.png."""
+        measured, out = self.found["evaluation"], self.path.parent
+        if "samples" in measured:
+            name = f"{short_name(self.found['record']['teacher']['source'])}, linearized"
+            atomic_write_text(out / "samples.md", generate.samples_page(measured["samples"]["samples"], name))
+        if "decode" in measured and plots.available():
+            figure = decode_figure(measured["decode"]["decode"])
+            if figure is not None:
+                atomic_write_bytes(out / "decode.png", plots.png(figure))
         self.found["summary"] = summary(self.found)
         self.write()
         console.table(str(self.path), ("", "value"), list(flat(self.found["summary"])))
@@ -337,7 +431,38 @@ def summary(found: dict) -> dict:
         }
         row = measured["recall"]["repetition"]
         lines["repeated 4-grams"] = {key: row[key] for key in ("teacher", "student", "text")}
+    if "needle" in measured:
+        rows = {length: row["all"] for length, row in measured["needle"]["needle"]["lengths"].items()}
+        for name, field in (("exact", ""), ("rank", "_rank")):
+            lines[f"needle, {name}, student / teacher, by length"] = {
+                length: [row[f"student{field}"], row[f"teacher{field}"]] for length, row in rows.items()
+            }
+    if "qa" in measured:
+        row = measured["qa"]["tasks"]["qa_exact"]["exact_match"]
+        fields = ("teacher", "teacher_stderr", "student", "student_stderr", "retained_percent")
+        lines["written answers, exact match"] = {key: row[key] for key in fields}
+    if "samples" in measured:
+        lines["repeated 4-grams of the samples"] = {
+            side: measured["samples"]["samples"][side] for side in ("teacher", "student")
+        }
+    if "decode" in measured:
+        lines |= decode_summary(measured["decode"]["decode"]["cells"])
     return lines
+
+
+def decode_summary(cells: list[dict]) -> dict:
+    """Student / teacher of decoding speed (as CUDA graphs where there are any) and of the cache, by context x batch."""
+    fields = {"decoding speed": "decode_tokens_per_second", "cache": "cache_bytes"}
+    if any("graph_tokens_per_second" in cell for cell in cells):
+        fields["decoding speed as a CUDA graph"] = "graph_tokens_per_second"
+    found: dict[str, dict] = {f"{name}, student : teacher": {} for name in fields}
+    by = {(cell["context"], cell["batch"], cell["model"]): cell for cell in cells}
+    for context, batch in dict.fromkeys(key[:2] for key in by):
+        for name, field in fields.items():
+            student, teacher = (by.get((context, batch, side), {}).get(field) for side in ("student", "teacher"))
+            ratio = student / teacher if student and teacher else None
+            found[f"{name}, student : teacher"][f"{context} x {batch}"] = ratio
+    return found
 
 
 def flat(lines: dict, prefix: str = "") -> Iterator[tuple[str, str]]:

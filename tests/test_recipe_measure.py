@@ -17,7 +17,7 @@ from linearize.recipe import Recipe
 
 SCRIPT = Path(__file__).parents[1] / "recipes" / "measure.py"
 MEASURE = runpy.run_path(str(SCRIPT))
-STAGES = ("wikitext2", "tasks", "recall", "perplexity-48", "perplexity-96")
+STAGES = ("wikitext2", "tasks", "recall", "perplexity-48", "perplexity-96", "needle", "qa", "samples", "decode")
 TASK = "include: choice.yaml\ntask: {}\n"
 LAMBADA = """
 task: local_lambada
@@ -47,6 +47,9 @@ def tasks(tmp_path_factory):
     (folder / "lambada.yaml").write_text(LAMBADA)
     (folder / "wikitext.yaml").write_text(TASKS["rolling.yaml"].replace("tiny_rolling", "local_wikitext2"))
     (folder / "documents.py").write_text(DOCUMENTS + LAST)
+    (folder.parent / "qa").mkdir()
+    rows = [{"question": f"What {i}?", "answer": "x", "support": "It is x."} for i in range(5)]
+    (folder.parent / "qa" / "questions.json").write_text(json.dumps(rows))
     yield folder
     sys.modules.pop("documents", None)  # of another test's tasks under the same name
 
@@ -85,7 +88,8 @@ def measure(recipe, teacher_folder, text, tasks, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
         loaded.clear()
         argv = [recipe, teacher_folder("llama-tied"), "--data", text, "--tasks", tasks, "--out", out]
-        argv += ["--contexts", "48,96", "--lengths", "64,128", "--documents", 3, "--prompts", 2, "--limit", 4, *more]
+        argv += ["--contexts", "48,96", "--lengths", "64,128", "--documents", 3, "--prompts", 2, "--limit", 4]
+        argv += ["--decode-contexts", "16,32", "--decode-batches", "1,2", *more]
         assert MEASURE["main"](list(map(str, argv))) == code
         found = json.loads((out / "results.json").read_text()) if code == 0 else None
         return found, ["student" if ours else "teacher" for ours in loaded]
@@ -93,9 +97,10 @@ def measure(recipe, teacher_folder, text, tasks, tmp_path, monkeypatch):
     return run
 
 
-def test_everything_is_measured_once_and_a_second_call_goes_on(measure, tmp_path, teacher_folder, capsys):
+def test_everything_is_measured_once_and_a_second_call_goes_on(measure, tasks, tmp_path, teacher_folder, capsys):
     kept = tmp_path / "teacher.json"
-    found, loaded = measure("--teacher-results", kept)
+    questions = ["--qa", tasks.parent / "qa" / "questions.json"]
+    found, loaded = measure("--teacher-results", kept, *questions)
     assert set(found["evaluation"]) == set(STAGES) <= set(found["seconds"])
     assert set(loaded) == {"student", "teacher"}
     record, summary = found["record"], found["summary"]
@@ -112,6 +117,7 @@ def test_everything_is_measured_once_and_a_second_call_goes_on(measure, tmp_path
     assert mean["student"] == pytest.approx(sum(row["student"] for row in rows) / 9)
     assert mean["student_stderr"] == pytest.approx(math.hypot(*(row["student_stderr"] for row in rows)) / 9)
     assert summary["LAMBADA perplexity ratio"] > 0 and summary["WikiText-2 word perplexity"]["ratio"] > 0
+    check_what_is_written(found, tmp_path / "out")
     lines = capsys.readouterr().out
     assert all(f"== {name}: " in lines for name in ("convert", *STAGES))
     for path in (tmp_path / "out" / "results.json", kept):
@@ -119,20 +125,93 @@ def test_everything_is_measured_once_and_a_second_call_goes_on(measure, tmp_path
             folder for folder in (tmp_path, teacher_folder("llama-tied").parent) if str(folder) in path.read_text()
         ]
 
-    again, loaded = measure()
+    for name in ("samples.md", "decode.png"):
+        (tmp_path / "out" / name).unlink()
+    again, loaded = measure(*questions)
+    assert (tmp_path / "out" / "samples.md").is_file() and (tmp_path / "out" / "decode.png").is_file()
     assert not loaded and again["evaluation"] == found["evaluation"] and again["seconds"] == found["seconds"]
     path = tmp_path / "out" / "results.json"
     del again["evaluation"]["tasks"]
     path.write_text(json.dumps(again))
     again, loaded = measure("--teacher-results", kept, cache="empty")
     assert loaded == ["student"], "the teacher's results are in the file"
+    assert "qa: left out, no questions: --qa FILE" in capsys.readouterr().out and "qa" in again["evaluation"]
     assert again["evaluation"]["tasks"] == found["evaluation"]["tasks"] and again["record"] == found["record"]
 
     assert measure("--seed", "1", code=1) == (None, [])
     assert "is of another recipe (got 'run.seed')" in capsys.readouterr().err
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"weights": "other"}))
-    assert measure("--limit", "3", "--teacher-results", kept, code=1) == (None, [])
+    del found["evaluation"]["recall"]
+    path.write_text(json.dumps(found))
+    assert measure("--teacher-results", kept, code=1) == (None, [])
     assert "another teacher" in capsys.readouterr().err
+
+
+def check_what_is_written(found, out):
+    """Of the needle, the written answers, the samples and decoding."""
+    measured, summary = found["evaluation"], found["summary"]
+    needles = measured["needle"]["needle"]["lengths"]
+    assert needles["128"]["all"]["questions"] == 6 and needles["64"]["all"]["questions"] is None
+    every = needles["128"]["all"]
+    assert summary["needle, rank, student / teacher, by length"]["128"] == [
+        every["student_rank"],
+        every["teacher_rank"],
+    ]
+    assert measured["qa"]["tasks"]["qa_exact"]["exact_match"]["documents"] == 4
+    assert summary["written answers, exact match"]["student_stderr"] is not None
+    tasks = json.loads((out / "model" / "eval" / "tasks-limit-4.json").read_text())["tasks"]
+    assert {"qa_exact", "local_piqa"} <= set(tasks)
+    samples = measured["samples"]["samples"]
+    prompts = (SCRIPT.parent / "prompts.txt").read_text().splitlines()
+    assert [row["prompt"] for row in samples["samples"]] == prompts and len(set(prompts)) == 10
+    assert summary["repeated 4-grams of the samples"]["student"] == samples["student"]
+    page = (out / "samples.md").read_text()
+    assert page.startswith("# Samples of llama-tied, linearized") and page.count("\n## ") == 10
+    cells = measured["decode"]["decode"]["cells"]
+    assert len(cells) == 8 and {(c["context"], c["batch"]) for c in cells} == {(16, 1), (16, 2), (32, 1), (32, 2)}
+    teacher, student = cells[-2:]
+    ratio = summary["cache, student : teacher"]["32 x 2"]
+    assert ratio == student["cache_bytes"] / teacher["cache_bytes"] and summary["decoding speed, student : teacher"]
+    assert (out / "decode.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stages_can_be_left_out(measure, capsys):
+    skipped = "wikitext2,tasks,recall,perplexity,needle,qa,samples"
+    found, _ = measure("--set", "distill.tokens=0", "--skip", skipped)
+    assert set(found["evaluation"]) == {"decode"}
+    assert measure("--set", "distill.tokens=0", "--skip", "decod", code=1) == (None, [])
+    assert "--skip names no stage (got 'decod')" in capsys.readouterr().err
+    for more, words in (
+        (["--qa", "nowhere.json"], "--qa is no file"),
+        (["--decode-batches", "1,x"], "not whole numbers"),
+    ):
+        assert measure("--set", "distill.tokens=0", *more, code=1) == (None, [])
+        assert words in capsys.readouterr().err
+
+
+def test_a_stage_that_fails_is_told_and_the_next_one_runs(measure, tmp_path, capsys):
+    (tmp_path / "bad.json").write_text("[]")
+    skipped = ["--set", "distill.tokens=0", "--skip", "wikitext2,tasks,recall,perplexity,needle,samples"]
+    assert measure(*skipped, "--qa", tmp_path / "bad.json", code=1)[1] == ["student", "teacher"]
+    err = capsys.readouterr().err
+    assert "error: qa: no question in the file" in err and "not measured (got 'qa')" in err
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert set(found["evaluation"]) == {"decode"} and "decoding speed, student : teacher" in found["summary"]
+
+
+def test_decode_summary_without_what_did_not_fit():
+    fits = {"context": 8, "batch": 1, "decode_tokens_per_second": 4.0, "cache_bytes": 10}
+    cells = [
+        {"model": "teacher", **fits},
+        {"model": "student", **fits, "cache_bytes": 5, "graph_tokens_per_second": 9.0},
+        {"model": "teacher", "context": 16, "batch": 1, "error": "out of memory"},
+        {"model": "student", **fits, "context": 16},
+    ]
+    assert MEASURE["decode_summary"](cells) == {
+        "decoding speed, student : teacher": {"8 x 1": 1.0, "16 x 1": None},
+        "cache, student : teacher": {"8 x 1": 0.5, "16 x 1": None},
+        "decoding speed as a CUDA graph, student : teacher": {"8 x 1": None, "16 x 1": None},
+    }
 
 
 def test_without_evaluation(measure, tmp_path):
