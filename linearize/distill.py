@@ -331,8 +331,12 @@ class Trainer:
         """What :func:`packed_documents` says of these rows, on the CPU; else every mixer asks the GPU about them."""
         if not self.tells:
             return None
-        reset, documents = packed_documents(positions, len(positions), always=self.replays)
+        reset, documents = packed_documents(positions, len(positions), always=self.options.compile)
         return {"mixer_reset": reset, "mixer_documents": documents}
+
+    def _as_is(self):
+        """Layers run as they are, compiled or not."""
+        return torch.compiler.set_stance("force_eager") if self.options.compile else nullcontext()
 
     def _here(self, x):
         return x.to(self.here.device) if isinstance(x, Tensor) else x
@@ -579,7 +583,8 @@ class Trainer:
             given = rows.ids[index], rows.positions[index], self._packed(rows.positions[index])
             ids, positions, packed = tree_map(self._here, given)
             target = self.targets.full(ids, positions, 1.0)
-            with half_precision(self.here.device):
+            # A handful of batches, for which nothing should compile anew.
+            with half_precision(self.here.device), self._as_is():
                 sums = self.module(ids, positions, target, 1.0, measure=True, packed=packed)
             counted = torch.tensor([row < count for row in picked], device=here.device)
             for name in names:

@@ -47,7 +47,7 @@ class HiddenStates:
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
         if isinstance(rows, Tensor):
             rows = rows.to(self._kept.device)
-        return self._kept[rows].to(self.device, torch.float32)
+        return self._kept[rows].to(self.device).float()  # a GPU's bus carries them as they are kept
 
     def __setitem__(self, rows: slice, states: Tensor) -> None:
         self._kept[rows] = states.to(self._kept.device, self._kept.dtype)

@@ -85,7 +85,7 @@ class Layerwise:
         # All go by what the first one found on the disk: they must move the same states at the same time.
         missing, first = self.here.agree((missing, first))
         if first:
-            if self.here.first:
+            if self.here.first and missing:
                 self._calibrate_all()
             self.here.wait()
             self._align_all(missing)

@@ -152,17 +152,19 @@ def packed_starts(positions: Tensor, batch: int) -> Tensor | None:
 def packed_documents(positions: Tensor, batch: int, *, always: bool = False) -> tuple[Tensor | None, int]:
     """``mixer_reset`` and ``mixer_documents`` of rows with these positions [B or 1, T] on the CPU.
 
-    The number is a power of two that is not below that of the documents, nor below four for each row: few numbers
-    occur, mostly one, for each of which graphs are captured and layers compiled. always: rows that are one document
-    each, which are rare in short rows of packed text, count as packed as well, for the same reason.
+    The number is a power of two that is not below that of the documents, nor below four for each of several short rows:
+    few numbers occur, mostly one, for each of which graphs are captured and layers compiled. always: short rows that
+    are one document each count as packed as well, for the same reason.
     """
-    starts = packed_starts(positions, batch)
-    if starts is None and not (always and positions.shape[1] <= SHORT_ROWS):
+    starts, short = packed_starts(positions, batch), positions.shape[1] <= SHORT_ROWS
+    if starts is None and not (always and short):
         return None, batch
     if starts is None:
         starts = torch.zeros(batch, positions.shape[1], dtype=torch.bool)
         starts[:, 0] = True
-    return starts, 1 << (max(int(starts.sum()), 4 * batch) - 1).bit_length()
+    # One long row is cut into pieces where its documents are few, and a higher number would hide that they are.
+    least = 4 * batch if short and batch > 1 else 1
+    return starts, 1 << (max(int(starts.sum()), least) - 1).bit_length()
 
 
 def padded_positions(real: Tensor, length: int) -> Tensor:

@@ -28,6 +28,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import initialization
 
 from linearize.checkpoint import (
@@ -620,14 +621,14 @@ class BlockRunner:
         key = (n, t, None if positions is None else positions.cpu().numpy().tobytes())
         if key in self._kwargs:
             self._kwargs.move_to_end(key)
-            return dict(self._kwargs[key][i])
+            return _used_here(self._kwargs[key][i])
         embeds = torch.zeros((), dtype=self.dtype, device=self.device).expand(n, t, self.config.hidden_size)
         self._run(inputs_embeds=embeds, position_ids=None if positions is None else positions.to(self.device))
         self._kwargs[key] = [stub.kwargs for stub in self._stubs]
         self._forget()
         while len(self._kwargs) > 1 and sum(map(_nbytes, self._kwargs.values())) > MASK_CACHE:
             self._kwargs.popitem(last=False)
-        return dict(self._kwargs[key][i])
+        return _used_here(self._kwargs[key][i])
 
     def head(self, hidden: Tensor) -> Tensor:
         """What leaves the last layer, [..., d] -> logits [..., vocabulary]: final norm, head, and the family's scaling.
@@ -660,6 +661,14 @@ class BlockRunner:
     def _forget(self) -> None:
         for stub in self._stubs:
             stub.output = stub.hidden = stub.kwargs = None
+
+
+def _used_here(kwargs: dict) -> dict:
+    """A copy of kwargs whose tensors keep their memory for what the current stream does with them."""
+    for tensor in tree_leaves(kwargs):
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return dict(kwargs)
 
 
 def _nbytes(layers: list[dict]) -> int:

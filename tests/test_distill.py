@@ -1,6 +1,7 @@
 """Stage 2 on a tiny student: it learns, every way of computing a step agrees, and it survives what goes wrong."""
 
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -136,13 +137,17 @@ def test_a_step_is_the_mean_kl_of_plain_models(name):
     agree((float(total.detach()), {n: p.grad for n, p in made.weights.items()}), got, 1e-5)
 
 
-def test_rows_that_may_be_captured_have_a_mask_whether_or_not_they_hold_one_document(monkeypatch):
-    """What runs plainly first is what is captured, where transformers cannot look at the positions."""
+def test_rows_that_may_be_captured_have_a_mask_or_none_in_plain_runs_too(monkeypatch):
+    """What runs plainly first is what is captured, where transformers cannot look at the positions.
+
+    For compiled layers short rows of one document each have a mask as well, so that they compile once.
+    """
     seen, batch = [], Loader(16, 4).batch(1)
     whole = Batch(batch.ids, torch.arange(16).expand(4, -1))
 
-    def masks(replays: bool, batch: Batch) -> list[bool]:
+    def masks(replays: bool, batch: Batch, compiled: bool = False) -> list[bool]:
         made = trainer(name="llama-tied")
+        made.options = dataclasses.replace(made.options, compile=compiled)
         for model in (made.student, made.targets.teacher):
             model.config._attn_implementation = causal.NAME
             layer = model.model.layers[1]  # softmax in both
@@ -155,11 +160,12 @@ def test_rows_that_may_be_captured_have_a_mask_whether_or_not_they_hold_one_docu
         return sorted(set(seen))
 
     results = []
-    assert masks(True, batch) == [True] and masks(True, whole) == [True]
-    assert masks(False, whole) == [False]
+    assert masks(True, batch) == [True] and masks(True, whole, compiled=True) == [True]
+    assert masks(True, whole) == [False] and masks(False, whole) == [False]
     agree(results[1], results[2], 2e-5)
+    agree(results[1], results[3], 2e-5)
     monkeypatch.setattr("linearize.student.SHORT_ROWS", 8)
-    assert masks(True, whole) == [False] and masks(True, batch) == [True]
+    assert masks(True, whole, compiled=True) == [False] and masks(True, batch, compiled=True) == [True]
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -85,6 +85,8 @@ def test_whole_rows_as_packed_ones(monkeypatch):
     assert packed_documents(positions, 2) == (None, 2)
     reset, documents = packed_documents(positions, 2, always=True)
     assert reset.tolist() == [[True, *[False] * 7]] * 2 and documents == 8
+    # A long text in one row is cut into pieces by the number of its documents.
+    assert packed_documents(torch.tensor([[0, 1, 0, 1, 2, 0]]), 1)[1] == 4
     one, _ = packed_documents(positions[:1], 2, always=True)
     assert torch.equal(one, reset)
     x = torch.zeros(2, 8, 1)

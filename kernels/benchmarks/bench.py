@@ -457,7 +457,10 @@ def main() -> int:
     started = time.time()
     report = {"environment": environment(), "dry run": arguments.dry_run, "rows": [], "seconds": 0.0}
     if arguments.out.exists():
-        report |= json.loads(arguments.out.read_text())
+        before = json.loads(arguments.out.read_text())
+        if before["environment"] != report["environment"]:
+            parser.error(f"{arguments.out} was measured elsewhere or with other versions: give another file")
+        report |= before | {"rows": [row for row in before["rows"] if "error" not in row]}
     spent, report["not reached"] = report["seconds"], []
     done = [{name: row.get(name) for name in NAMES} for row in report["rows"]]
 

@@ -259,7 +259,9 @@ def compile_ahead(call: Callable[[], object]) -> None:
     if not hasattr(triton, "AsyncCompileMode"):
         return
     here = threading.get_ident()
-    with _compiling, ThreadPoolExecutor() as threads:
+    # Processes of one machine compile at the same time.
+    count = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    with _compiling, ThreadPoolExecutor(count) as threads:
         launch = JITFunction.run
 
         def run(self, *arguments, grid, warmup, **options):

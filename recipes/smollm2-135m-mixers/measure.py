@@ -66,7 +66,9 @@ def main() -> None:
         "arms": [],
     }
     if args.out.exists():
-        results = json.loads(args.out.read_text())
+        command, results = results["command"], json.loads(args.out.read_text())
+        if results["command"] != command:
+            parser.error(f"{args.out} was measured by another command, {results['command']}: give another file")
     if args.wikitext and "teacher" not in results:
         results["teacher"] = wikitext(args.model, args)
     done = {(arm["mixer"], arm["keep"]) for arm in results["arms"]}

@@ -30,6 +30,7 @@ from linearize.mixers import MixedAttention
 from linearize.processes import half_precision
 from linearize.recipe import Recipe
 from linearize.replay import Replay
+from linearize.student import packed_documents
 from linearize.teacher import open_teacher
 
 
@@ -136,9 +137,10 @@ def stages(args: argparse.Namespace, recipe: Recipe, out: Path) -> dict:
 
 
 def parts(args: argparse.Namespace, recipe: Recipe, student, teacher) -> dict:
-    """Milliseconds of the parts of a step on `micro_tokens` tokens, run as the trainer runs them.
+    """Milliseconds of the parts of a step on `micro_tokens` tokens, run as the trainer runs packed text.
 
-    `mixers` is one converted attention layer, projections included, forwards and backwards, times their number.
+    Rows hold two documents each. `mixers` is one converted attention layer, projections included, forwards and
+    backwards, times their number.
     """
     rows = max(1, args.micro_tokens // args.context)
     ids = torch.randint(student.config.vocab_size, (rows, args.context), device=args.device)
@@ -152,15 +154,20 @@ def parts(args: argparse.Namespace, recipe: Recipe, student, teacher) -> dict:
     compute = functools.partial(half_precision, torch.device(args.device))
     head, teachers = Head(student), Head(teacher)
     mixed = [module for module in student.modules() if isinstance(module, MixedAttention)]
-    positions = torch.arange(args.context, device=ids.device)[None]
+    half = args.context // 2
+    positions = torch.cat([torch.arange(half), torch.arange(args.context - half)]).expand(rows, -1)
+    reset, documents = packed_documents(positions, rows)
+    positions = positions.to(ids.device)
+    packed = {"mixer_reset": reset.to(ids.device), "mixer_documents": documents}
     angles = student.model.rotary_emb(student.model.embed_tokens(ids), positions)
 
     @torch.no_grad()
     def of_teacher(ids):
-        return teacher.model(input_ids=ids, use_cache=False).last_hidden_state
+        return teacher.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
     def hidden_of(ids):
-        return student.model(input_ids=ids, use_cache=False, mixer_documents=rows).last_hidden_state
+        model = student.model(input_ids=ids, position_ids=positions, use_cache=False, **packed)
+        return model.last_hidden_state
 
     @torch.no_grad()
     def forward(ids):
@@ -183,11 +190,11 @@ def parts(args: argparse.Namespace, recipe: Recipe, student, teacher) -> dict:
 
     def converted(inputs):
         with compute():
-            out, _ = mixed[0](inputs.detach().requires_grad_(), position_embeddings=angles)
+            out, _ = mixed[0](inputs.detach().requires_grad_(), position_embeddings=angles, **packed)
         out.float().square().mean().backward()
 
     def times(run, *given) -> float:
-        with whole_rows(True):
+        with whole_rows(False):
             return median_milliseconds(functools.partial(Replay(run), *given), args.device)
 
     found = {
