@@ -8,6 +8,7 @@ from torch import Tensor
 
 PIECES = 32  # of the rows over which a weight's gradient is summed
 PIECE = 256  # rows in each at least
+FEW = 64  # rows below which a product is one in fp32
 
 
 def _halves(x: Tensor, dim: int) -> Tensor:
@@ -94,5 +95,6 @@ def exact_by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def splits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of these two is made of bf16 products."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32
+    """Whether the product of these two is made of bf16 products: not for so few rows that launches are all it costs."""
+    wide = x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32
+    return wide and x.numel() >= FEW * x.shape[-1]
