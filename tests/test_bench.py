@@ -177,6 +177,28 @@ def test_room_gives_the_tokens_of_a_growing_cache(converted, monkeypatch):
     assert torch.equal(caches[1].layers[1].keys, caches[0].layers[1].keys)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+def test_a_captured_step_gives_the_tokens_of_a_plain_one(monkeypatch):
+    class Kept(bench.Replay):
+        def __call__(self, *args):
+            results.append(super().__call__(*args).clone())
+            return results[-1]
+
+    net = make_student(teacher_model("llama"), {0: {"kind": "gdn"}, 2: {"kind": "k-cache"}}).cuda()
+    ids = torch.randint(260, (3, 30), generator=torch.Generator().manual_seed(0)).cuda()
+    caches, results = [DynamicCache(config=net.config) for _ in range(2)], []
+    tokens = [bench._prefill(net, ids, cache) for cache in caches][0]
+    expected = [tokens]
+    for _ in range(3):
+        expected.append(bench._step(net, expected[-1], caches[0]))
+    monkeypatch.setattr(bench, "Replay", Kept)
+    found = bench.replayed(net, tokens, caches[1], 5)
+    assert found.get("graph_step_ms", 0) > 0, found
+    assert torch.equal(torch.stack(results[:3]), torch.stack(expected[1:]))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("error", [None, RuntimeError("a kernel\nwaits"), torch.OutOfMemoryError("CUDA out of memory")])
 def test_without_a_graph_the_reason_is_told(converted, monkeypatch, error):
