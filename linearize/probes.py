@@ -69,6 +69,8 @@ def document_losses(
             rows.append((number, before[max(0, end - context) : end], ids[begin:end]))
     rows.sort(key=lambda row: -len(row[1]))
     tokens, logits = (limit.get(model.device.type, limit["cuda"]) for limit in (BATCH_TOKENS, LOGITS))
+    if model.device.type == "cuda":  # in 16 bits, in float32 and their logarithms: 10 bytes each
+        logits = min(logits, torch.cuda.mem_get_info(model.device)[0] // 16)
     at_once = min(tokens, logits // model.config.vocab_size)
     start = 0
     while start < len(rows):
