@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from linearize.causal import whole_rows
@@ -283,8 +282,8 @@ class Trainer:
         fill()
         self.weights = {n: p for n, p in student.named_parameters() if p.requires_grad and p.numel()}
         self.module = module
-        if here.world > 1 and not full:
-            self.module = DistributedDataParallel(module)
+        # Without DistributedDataParallel, whose hooks need the processor in every backward pass: a step is a graph.
+        self.repeated = here.world > 1 and not full
         self.targets = Targets(teacher, options, identity or {})
         self.optimizer = torch.optim.AdamW(
             [{"params": ps, "mixer": name != "rest"} for name, ps in parameter_groups(student).items()],
@@ -295,7 +294,7 @@ class Trainer:
         )
         self.tells = here.device.type == "cuda"
         # Weights that are split over processes, or targets that come from a disk, need the processor in between.
-        self.replays = here.device.type == "cuda" and here.world == 1 and not (options.top_k and options.cache)
+        self.replays = here.device.type == "cuda" and not full and not (options.top_k and options.cache)
         self.descend = Replay(self._descend, enabled=self.replays)
         self.ema = {n: p.detach().clone() for n, p in self.weights.items()} if options.ema else None
         self.progress = Progress()
@@ -315,17 +314,16 @@ class Trainer:
         micro = max(1, self.options.micro_tokens // ids.shape[1])
         parts = list(zip(ids.split(micro), positions.split(micro), strict=True))
         total = torch.zeros((), dtype=torch.float64, device=self.here.device)
-        # Gradients are averaged over the processes; the loss is a mean over the tokens of all of them.
-        weight = self.here.world / tokens
-        for number, (some_ids, some_positions) in enumerate(parts, 1):
-            last = number == len(parts)
-            held = isinstance(self.module, DistributedDataParallel) and not last
-            with self.module.no_sync() if held else nullcontext():
-                packed = self._packed(some_positions)
-                if self.replays and packed["mixer_reset"] is None:
-                    some_positions = None
-                total += self.descend(*tree_map(self._here, (some_ids, some_positions, weight, packed)))
-        return float(total) / self.here.world
+        # The loss is a mean over the tokens of all processes. FSDP2 averages gradients over them, `add_up` does not.
+        averaged = 1 if self.repeated else self.here.world
+        for some_ids, some_positions in parts:
+            packed = self._packed(some_positions)
+            if self.replays and packed["mixer_reset"] is None:
+                some_positions = None
+            total += self.descend(*tree_map(self._here, (some_ids, some_positions, averaged / tokens, packed)))
+        if self.repeated:
+            self.here.add_up([weight.grad for weight in self.weights.values() if weight.grad is not None])
+        return float(total) / averaged
 
     def _packed(self, positions: Tensor) -> dict | None:
         """What :func:`packed_documents` says of these rows, on the CPU; else every mixer asks the GPU about them."""

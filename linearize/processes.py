@@ -1,7 +1,7 @@
 """The processes of a run that `accelerate launch` or `torchrun` started, and how a model is spread over them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ from linearize.errors import UsageError
 T = TypeVar("T")
 # Others wait while one process calibrates or writes; the default of ten minutes would end a run that is well.
 PATIENCE = timedelta(days=7)
+BUCKET = 2**25  # elements that are sent together
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,21 @@ class Processes:
         all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(all_of_them, mine)
         return torch.stack(all_of_them).sum(0).tolist()
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype by their sums over all processes, which have tensors of the same shapes."""
+        if self.world == 1:
+            return
+        buckets: list[list[Tensor]] = [[]]
+        for tensor in tensors:
+            if buckets[-1] and sum(t.numel() for t in buckets[-1]) + tensor.numel() > BUCKET:
+                buckets.append([])
+            buckets[-1].append(tensor)
+        for bucket in filter(None, buckets):
+            whole = torch.cat([tensor.flatten() for tensor in bucket])
+            dist.all_reduce(whole)
+            parts = whole.split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
 
     def agree(self, value: T) -> T:
         """What the first process gives, in all of them."""

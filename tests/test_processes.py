@@ -17,7 +17,7 @@ from test_convert import FAST, recipe, run_convert, same_bits, tensors_of, weigh
 from test_convert import one_thread as one_thread
 from test_convert_distill import SHORT, lines_of
 
-from linearize import cli, layerwise
+from linearize import cli, layerwise, processes
 from linearize.checkpoint import RunState
 from linearize.console import Console
 from linearize.corpus import Text
@@ -45,6 +45,7 @@ def job(command: list[str], environ: dict[str, str], stop: int | str, said: str)
     sys.stdout = sys.stderr = open(said, "w")
     layerwise.BATCH_TOKENS["cpu"] = BATCH
     layerwise.PIECE_BYTES = 3 * 48 * 64 * 4  # three rows in fp32
+    processes.BUCKET = 5000  # some weights are more, some less
     save, align = Trainer.save, Layerwise._align_saved
 
     def save_and_die(self, run):
