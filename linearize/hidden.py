@@ -9,6 +9,15 @@ from torch import Tensor
 
 from linearize.checkpoint import PARTIAL, writing
 
+WITHOUT_GPU = 8 * 10**9
+
+
+def states_budget(chosen: int | None, device: torch.device) -> int:
+    """Bytes of hidden states that are kept in memory: align.cache_bytes, or what its help says for none."""
+    if chosen is not None:
+        return chosen
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else WITHOUT_GPU
+
 
 class HiddenStates:
     """[N, T, d] states that can be read and written by rows: `states[rows]`, `states[rows] = new`.

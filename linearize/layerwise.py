@@ -26,7 +26,7 @@ from linearize.corpus import Text
 from linearize.data import Rows, content_hash
 from linearize.errors import UserError
 from linearize.evaluate import perplexity
-from linearize.hidden import HiddenStates
+from linearize.hidden import HiddenStates, states_budget
 from linearize.metrics import Metrics
 from linearize.mixers import HeadShape, MixedAttention, Sample, Segments, build_mixer
 from linearize.observe import observe
@@ -68,6 +68,7 @@ class Layerwise:
         self.batch = BATCH_TOKENS[self.here.device.type]
         self.shape = HeadShape.from_config(self.teacher.config)
         self.kept = getattr(torch, self.recipe.align.cache_dtype)  # format of the hidden states
+        self.budget = states_budget(self.recipe.align.cache_bytes, self.here.device)  # bytes of them in memory
 
     # -- the two orders
 
@@ -259,7 +260,7 @@ class Layerwise:
     def _stream(self, rows: Rows | None, student: bool, budget: int | None = None) -> Stream | None:
         if rows is None:
             return None
-        budget = self.recipe.align.cache_bytes if budget is None else budget
+        budget = self.budget if budget is None else budget
         stream = Stream(rows, *(self._states(rows, budget) for _ in range(1 + student)))
         for part in self._batches(stream, self.batch):
             states = self.runner.embed(rows.ids[part])
@@ -279,7 +280,7 @@ class Layerwise:
                 fix="give all processes the same files",
             )
         own = self.here.shares(len(rows), self._batch_rows(rows, self.batch))[self.here.rank]
-        budget, needed = self.recipe.align.cache_bytes, rows.tokens * self._token_bytes()
+        budget, needed = self.budget, rows.tokens * self._token_bytes()
         # The copy of all rows, which is read in random order, has the first claim to memory that it fits into.
         budget -= needed if needed <= budget else 0
         return self._stream(Rows(rows.ids[own], rows.positions[own]), False, budget)
@@ -293,7 +294,7 @@ class Layerwise:
             return stream
         rows, whole = self.text.alignment, None
         if self.here.rank == owner:
-            whole = self._states(rows, self.recipe.align.cache_bytes - stream.teacher.in_memory)
+            whole = self._states(rows, self.budget - stream.teacher.in_memory)
         shares = self.here.shares(len(rows), self._batch_rows(rows, self.batch))
         longest = max(share.stop - share.start for share in shares)
         step = max(1, PIECE_BYTES // (rows.context * self._token_bytes()))

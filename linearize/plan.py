@@ -21,6 +21,7 @@ from linearize.data import check_sources
 from linearize.errors import UsageError, UserError, one_line
 from linearize.export import exportable
 from linearize.families import Family, family_of
+from linearize.hidden import states_budget
 from linearize.mixers import MIXERS, HeadShape
 from linearize.processes import pick_device
 from linearize.recipe import Recipe
@@ -455,7 +456,9 @@ def hidden_states(recipe: Recipe, hidden_size: int, converted: int, world: int =
     one process keeps all at the same time, else one text comes after the other. The budget is for every text on its
     own, but for a share and the copy of all rows together, of which the copy comes first where it fits.
     """
-    size, budget = getattr(torch, recipe.align.cache_dtype).itemsize * hidden_size, recipe.align.cache_bytes
+    size = getattr(torch, recipe.align.cache_dtype).itemsize * hidden_size
+    gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
+    budget = states_budget(recipe.align.cache_bytes, torch.device("cuda" if gpu else "cpu"))
     calibration, alignment, heldout = (
         size * tokens for tokens in (recipe.calibrate.tokens, recipe.align.tokens, recipe.data.heldout_tokens)
     )

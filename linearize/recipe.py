@@ -136,8 +136,12 @@ class Align:
         "auto",
         "calibrate-first lets processes share the layers; auto: that for several, interleaved for one.",
     )
-    cache_bytes: Bytes = key(
-        8 * 10**9, "Memory for hidden states of the text; beyond it they go into a file.", least=0, weights=False
+    cache_bytes: Bytes | None = key(
+        None,
+        "Memory for hidden states of the text, beyond which they go into a file; "
+        "none: half of a GPU's free memory, else 8GB.",
+        least=0,
+        weights=False,
     )
     cache_dtype: Literal["float32", "bfloat16"] = key("float32", "Number format of these hidden states.")
 

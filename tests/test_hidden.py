@@ -13,7 +13,7 @@ from test_convert import one_thread as one_thread
 
 from linearize import layerwise
 from linearize.errors import UserError
-from linearize.hidden import HiddenStates
+from linearize.hidden import HiddenStates, states_budget
 from linearize.teacher import BlockRunner
 
 CPU = torch.device("cpu")
@@ -133,3 +133,10 @@ def test_other_heldout_text_is_measured_on_by_a_run_that_goes_on(teacher_folder,
             run_convert(teacher_folder("llama"), tmp_path / "out")
     record = run_convert(teacher_folder("llama"), tmp_path / "out", data_heldout_tokens=240)
     assert record["text"]["heldout"]["tokens"] == 240 and 200 < record["heldout"]["tokens"] < 240
+
+
+def test_the_budget_of_a_device(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 10**9, 80 * 10**9) if device == gpu else None)
+    assert states_budget(None, cpu) == 8 * 10**9 and states_budget(None, gpu) == 20 * 10**9
+    assert states_budget(0, gpu) == 0 and states_budget(5, cpu) == 5

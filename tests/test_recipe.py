@@ -134,7 +134,7 @@ def test_round_trip_of_every_key():
         elif option.kind == "bool":
             values[option.name] = not option.default
         elif option.kind in ("int", "count", "bytes"):
-            values[option.name] = option.default + rng.randrange(1, 1000)
+            values[option.name] = (option.default or 0) + rng.randrange(1, 1000)
         elif option.kind == "float":
             values[option.name] = option.default / 3
     values |= {"model.revision": "0123", "convert.mixer": "0-3=gdn,rest=gdn-standard", "convert.keep_softmax": "last:2"}

@@ -112,7 +112,6 @@ def measure(mixer: str, keep: str, args: argparse.Namespace) -> dict:
             "align.tokens": tokens,
             "align.context": args.context,
             "align.batch_tokens": args.align_batch,
-            "align.cache_bytes": "40GB",
             "data.source": args.data,
             "data.heldout_tokens": "32k",
             "run.device": args.device,
