@@ -1,6 +1,5 @@
 """What decoding costs on this machine: time of a step, prefill, and the bytes of the cache; teacher beside student."""
 
-import gc
 import importlib.util
 import json
 import platform
@@ -110,7 +109,6 @@ def _cells(side: str, model: Model, options: Options, device: torch.device, cons
                 if not _out_of_memory(error):
                     raise
                 cell["error"] = "out of memory"
-            gc.collect()
             free_memory(device)
             bar.advance(1, context=cell["context"], batch=cell["batch"])
     del net

@@ -270,8 +270,8 @@ class Trainer:
                 layer.compile(dynamic=False)
         self.student = student
         module = Comparison(student, options.temperature)
-        full = splits_weights(options, here)
-        if full:
+        self.split = splits_weights(options, here)
+        if self.split:
             shard(module, student.model.layers, here)
             # The head is used outside the base model's forward, so it stays whole.
             shard(teacher.model, teacher.model.layers, here, keep=set(teacher.lm_head.parameters()))
@@ -282,8 +282,6 @@ class Trainer:
         fill()
         self.weights = {n: p for n, p in student.named_parameters() if p.requires_grad and p.numel()}
         self.module = module
-        # Without DistributedDataParallel, whose hooks need the processor in every backward pass: a step is a graph.
-        self.repeated = here.world > 1 and not full
         self.targets = Targets(teacher, options, identity or {})
         self.optimizer = torch.optim.AdamW(
             [{"params": ps, "mixer": name != "rest"} for name, ps in parameter_groups(student).items()],
@@ -294,7 +292,7 @@ class Trainer:
         )
         self.tells = here.device.type == "cuda"
         # Weights that are split over processes, or targets that come from a disk, need the processor in between.
-        self.replays = here.device.type == "cuda" and not full and not (options.top_k and options.cache)
+        self.replays = here.device.type == "cuda" and not self.split and not (options.top_k and options.cache)
         self.descend = Replay(self._descend, enabled=self.replays)
         self.ema = {n: p.detach().clone() for n, p in self.weights.items()} if options.ema else None
         self.progress = Progress()
@@ -315,13 +313,14 @@ class Trainer:
         parts = list(zip(ids.split(micro), positions.split(micro), strict=True))
         total = torch.zeros((), dtype=torch.float64, device=self.here.device)
         # The loss is a mean over the tokens of all processes. FSDP2 averages gradients over them, `add_up` does not.
-        averaged = 1 if self.repeated else self.here.world
+        averaged = self.here.world if self.split else 1
         for some_ids, some_positions in parts:
             packed = self._packed(some_positions)
             if self.replays and packed["mixer_reset"] is None:
                 some_positions = None
             total += self.descend(*tree_map(self._here, (some_ids, some_positions, averaged / tokens, packed)))
-        if self.repeated:
+        if not self.split:
+            # Not by DistributedDataParallel, whose hooks need the processor in every backward pass.
             self.here.add_up([weight.grad for weight in self.weights.values() if weight.grad is not None])
         return float(total) / averaged
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,3 +100,14 @@ class Metrics:
     def __exit__(self, *exc: object) -> None:
         if self._tracker is not None:
             self._tracker.close()
+
+
+def read_lines(path: Path, stage: str) -> list[dict]:
+    """The lines of a metrics.jsonl that are of one stage, in their order."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line["stage"] == stage]
+
+
+def median_speed(lines: Sequence[dict]) -> int:
+    """Tokens a second of the median step, without the first third, in which things compile and allocate."""
+    return round(statistics.median(line["tokens_per_second"] for line in lines[len(lines) // 3 :]))

@@ -1,5 +1,6 @@
 """A whole model, ready to run: a folder that convert or export wrote, or anything that open_teacher takes."""
 
+import gc
 import hashlib
 import json
 import logging
@@ -143,6 +144,7 @@ def check_same_vocabulary(teacher: Model, student: Model) -> None:
 
 def free_memory(device: torch.device) -> None:
     """Hand back what a model that is gone had on the GPU, so that the next one finds room."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -1,6 +1,7 @@
 """The processes of a run that `accelerate launch` or `torchrun` started, and how a model is spread over them."""
 
 import os
+import platform
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -108,6 +109,11 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
         raise UsageError("no such device", value=name, fix=f"this machine has {found} CUDA devices; --device cpu")
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """What a measurement names: the GPU, or the processor where Python knows it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
 
 
 def half_precision(device: torch.device) -> AbstractContextManager:

@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 WARM = 2  # plain runs of a shape before it is captured: kernels compile and check themselves, gradients are allocated
 GRAPHS = 8  # kept; rows with another number of documents, or of another length, need one of their own
+
+
+def used_here(tree: Any) -> None:
+    """Keep the memory of the tensors in lists, tuples and dicts for what their GPU's current stream does with them."""
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor) and x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))
 
 
 class Aside:
@@ -32,9 +39,7 @@ class Aside:
         with torch.cuda.stream(self.stream):
             result = run(*args)
         current.wait_stream(self.stream)
-        for x in tree_flatten(result)[0]:
-            if isinstance(x, Tensor) and x.is_cuda:
-                x.record_stream(current)  # its memory is not given away before this stream is done with it
+        used_here(result)
         return result
 
 

@@ -157,9 +157,9 @@ def packed_documents(positions: Tensor, batch: int, *, always: bool = False) -> 
     are one document each count as packed as well, for the same reason.
     """
     starts, short = packed_starts(positions, batch), positions.shape[1] <= SHORT_ROWS
-    if starts is None and not (always and short):
-        return None, batch
     if starts is None:
+        if not (always and short):
+            return None, batch
         starts = torch.zeros(batch, positions.shape[1], dtype=torch.bool)
         starts[:, 0] = True
     # One long row is cut into pieces where its documents are few, and a higher number would hide that they are.

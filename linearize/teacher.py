@@ -48,6 +48,7 @@ from linearize.checkpoint import (
 )
 from linearize.errors import UsageError, UserError, one_line
 from linearize.families import STUDENT_PREFIX, Family, family_of
+from linearize.replay import used_here
 
 # Everything of a model repository that is neither weights nor code.
 TOKENIZER_FILES = (
@@ -621,14 +622,15 @@ class BlockRunner:
         key = (n, t, None if positions is None else positions.cpu().numpy().tobytes())
         if key in self._kwargs:
             self._kwargs.move_to_end(key)
-            return _used_here(self._kwargs[key][i])
+            used_here(self._kwargs[key][i])
+            return dict(self._kwargs[key][i])
         embeds = torch.zeros((), dtype=self.dtype, device=self.device).expand(n, t, self.config.hidden_size)
         self._run(inputs_embeds=embeds, position_ids=None if positions is None else positions.to(self.device))
         self._kwargs[key] = [stub.kwargs for stub in self._stubs]
         self._forget()
         while len(self._kwargs) > 1 and sum(map(_nbytes, self._kwargs.values())) > MASK_CACHE:
             self._kwargs.popitem(last=False)
-        return _used_here(self._kwargs[key][i])
+        return dict(self._kwargs[key][i])
 
     def head(self, hidden: Tensor) -> Tensor:
         """What leaves the last layer, [..., d] -> logits [..., vocabulary]: final norm, head, and the family's scaling.
@@ -663,24 +665,6 @@ class BlockRunner:
             stub.output = stub.hidden = stub.kwargs = None
 
 
-def _used_here(kwargs: dict) -> dict:
-    """A copy of kwargs whose tensors keep their memory for what the current stream does with them."""
-    for tensor in tree_leaves(kwargs):
-        if isinstance(tensor, Tensor) and tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    return dict(kwargs)
-
-
 def _nbytes(layers: list[dict]) -> int:
-    tensors: dict[int, Tensor] = {}
-
-    def walk(value: object) -> None:
-        if isinstance(value, Tensor):
-            tensors[id(value)] = value
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                walk(item)
-
-    for kwargs in layers:
-        walk(list(kwargs.values()))
+    tensors = {id(leaf): leaf for leaf in tree_leaves(layers) if isinstance(leaf, Tensor)}
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -28,7 +28,6 @@ import os
 import platform
 import re
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -45,8 +44,9 @@ from linearize.console import Console, format_seconds, plain
 from linearize.convert import convert
 from linearize.data import documents, open_sources
 from linearize.errors import UserError
+from linearize.metrics import median_speed, read_lines
 from linearize.models import open_model
-from linearize.processes import pick_device
+from linearize.processes import device_name, pick_device
 from linearize.recipe import Recipe
 from linearize.report import decode_figure
 
@@ -346,10 +346,6 @@ def public(value):
     return value
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-
-
 def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -375,13 +371,11 @@ def trimmed(record: dict) -> dict:
 
 def curve(path: Path) -> dict | None:
     """Tokens and loss of distillation, and its median speed without the first third; None where there was none."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    lines = [line for line in lines if line["stage"] == "distill"]
+    lines = read_lines(path, "distill")
     if not lines:
         return None
     found = thinned([line["tokens"] for line in lines], [line["loss"] for line in lines], POINTS)
-    rates = [line["tokens_per_second"] for line in lines[len(lines) // 3 :]]
-    return {**found, "first_loss": lines[0]["loss"], "tokens_per_second": round(statistics.median(rates))}
+    return {**found, "first_loss": lines[0]["loss"], "tokens_per_second": median_speed(lines)}
 
 
 def thinned(tokens: list[int], losses: list[float], points: int) -> dict[str, list]:

@@ -24,9 +24,7 @@ table.py makes the tables.
 
 import argparse
 import copy
-import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -43,8 +41,9 @@ from linearize.families import FAMILIES
 from linearize.kl import FullTarget, Head, chunked_kl
 from linearize.layerwise import BATCH_TOKENS
 from linearize.mixers import HeadShape, MixedAttention, Sample, Segments, build_mixer
+from linearize.models import free_memory
 from linearize.observe import observe
-from linearize.processes import Processes, half_precision, pick_device
+from linearize.processes import Processes, device_name, half_precision, pick_device
 from linearize.recipe import Align, Distill, Recipe
 from linearize.replay import WARM, Replay
 from linearize.student import build_student, packed_documents
@@ -117,7 +116,7 @@ def main() -> None:
     gpu = device.type == "cuda"
     results = {
         "command": f"measure.py --device {args.device}" + " --tiny" * args.tiny,
-        "device": torch.cuda.get_device_name() if gpu else platform.processor() or "cpu",
+        "device": device_name(device),
         "device_bytes": torch.cuda.mem_get_info()[1] if gpu else None,
         "torch": torch.__version__,
         "tiny": args.tiny,
@@ -151,7 +150,7 @@ def main() -> None:
             keep(part, getattr(bench, part))
             bench.rest()
         del bench
-        free(device)
+        free_memory(device)
 
 
 class Stub(nn.Module):
@@ -185,7 +184,7 @@ class Bench:
         """The student as it was at first: in evaluation, without gradients."""
         self.student.zero_grad(set_to_none=True)
         self.student.requires_grad_(False).eval()
-        free(self.device)
+        free_memory(self.device)
 
     def shape(self) -> dict:
         """Sizes of the whole model: layers, those that stay softmax, and parameters by what holds them."""
@@ -248,7 +247,7 @@ class Bench:
             name: per_token(lambda i=i: layers[i](hidden, **kwargs[i]), hidden, self.device, args)
             for name, i in (("move_softmax", SOFTMAX), ("move_converted", CONVERTED))
         }
-        free(self.device)
+        free_memory(self.device)
         batches, select = args.calibrate_tokens // batch, max(2, args.select_tokens // batch)
         self.calibrate(hidden, kwargs[SOFTMAX], 2, 2)  # compiles
         before = allocated(self.device, reset=True)
@@ -290,7 +289,7 @@ class Bench:
             "align_bytes": peak(self.device) - before,
         }
         del mixed
-        free(self.device)
+        free_memory(self.device)
         hidden, kwargs = self.given(self.student, min(BATCH_TOKENS[self.device.type], self.args.align_batch_tokens))
 
         @torch.no_grad()
@@ -299,7 +298,7 @@ class Bench:
                 layer(hidden, **kwargs[SOFTMAX])
 
         found["move"] = per_token(move, hidden, self.device, self.args)
-        free(self.device)
+        free_memory(self.device)
         return found
 
     def steps(self, layer: nn.Module, hidden: Tensor, kwargs: dict) -> Iterator[Step]:
@@ -332,7 +331,7 @@ class Bench:
         captured = bool(trainer.descend.graphs)
         trainer.descend.forget()
         trainer.descend.enabled = False
-        free(self.device)
+        free_memory(self.device)
         found["whole"] = short(median_seconds(whole, self.device, args.repeats) / tokens)
         found["graph"]["whole"] = short(graph / tokens) if captured else None
 
@@ -344,13 +343,13 @@ class Bench:
         trained = sum(p.numel() for p in trainer.weights.values())
         found["update_per_parameter"] = short(median_seconds(update, self.device, args.repeats) / trained)
         trainer.optimizer.state.clear()
-        free(self.device)
+        free_memory(self.device)
         for name, (run, given) in self.micro_batch(trainer).items():
             replay = Replay(run)
             graph = median_seconds(lambda r=replay, g=given: r(*g), self.device, args.repeats, warm=WARM + 1)
             found["graph"][name] = short(graph / tokens) if replay.graphs else None
             replay.forget()
-            free(self.device)
+            free_memory(self.device)
             plain = median_seconds(lambda r=run, g=given: r(*g), self.device, args.repeats)
             found[name] = short(plain / tokens)
         for kind in (found, found["graph"]):
@@ -408,7 +407,7 @@ class Bench:
             before = allocated(self.device, reset=True)
             run(*given)
             found[f"{name}_peak"] = peak(self.device) - before
-            free(self.device)
+            free_memory(self.device)
         del parts, run, given
         for name, i in (("converted", CONVERTED), ("softmax", SOFTMAX)):
             most, half = self.after_forward(i, trainer.tokens), self.after_forward(i, trainer.tokens // 2)
@@ -451,12 +450,6 @@ def median_seconds(run: Callable[[], object], device: torch.device, repeats: int
 def drain(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def allocated(device: torch.device, reset: bool = False) -> int:

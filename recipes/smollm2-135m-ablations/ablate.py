@@ -14,10 +14,8 @@ is used up. Arms that differ only in distillation share calibration and alignmen
 """
 
 import argparse
-import gc
 import hashlib
 import json
-import platform
 import shlex
 import statistics
 import sys
@@ -37,7 +35,8 @@ from linearize.data import Rows, open_sources
 from linearize.distill import Trainer
 from linearize.errors import UserError
 from linearize.metrics import Metrics
-from linearize.processes import Processes, pick_device
+from linearize.models import free_memory
+from linearize.processes import Processes, device_name, pick_device
 from linearize.recipe import Recipe
 from linearize.teacher import Teacher, open_teacher
 
@@ -155,12 +154,11 @@ class Ablation:
             args.heldout_tokens,
             seed=0,
         )
-        device = self.here.device
         common = {key: value for key, value in base.values().items() if key not in ("data.source", "run.device")}
         self.results = {
             "command": f"ablate.py MODEL --data ... --align-tokens {args.align_tokens} "
             f"--distill-tokens {args.distill_tokens} {shlex.join(f'--set={text}' for text in args.set)}".strip(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+            "device": device_name(self.here.device),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "heldout": {"tokens": self.heldout.tokens, "context": self.heldout.context},
             "recipe": plain(common),
@@ -198,9 +196,7 @@ class Ablation:
                 result |= measured(self.teacher, self.recipe(changes, seed), self.heldout, self.here, self.work)
             except (UserError, torch.OutOfMemoryError) as error:  # such as a rate at which training diverges
                 result["error"] = str(error).splitlines()[0]
-            gc.collect()
-            if self.here.device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(self.here.device)
             result["wall_seconds"] = round(time.monotonic() - started, 1)
             self.results["arms"].append(result)
             atomic_write_text(self.args.out, json.dumps(plain(self.results), indent=1) + "\n")

@@ -12,7 +12,6 @@ printed as a table.
 
 import argparse
 import json
-import platform
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from linearize.convert import convert
 from linearize.mixers import MIXERS
 from linearize.models import open_model
 from linearize.probes import document_losses, perplexities
+from linearize.processes import device_name
 from linearize.recipe import Recipe
 
 ORDER = ("gdn", "gdn-standard", "mesanet", "deltanet", "vala", "ttt", "gdn-native", "k-cache")
@@ -56,12 +56,11 @@ def main() -> None:
         parser.error(f"no such mixer: {', '.join(sorted(unknown))}")
 
     began = time.monotonic()
-    gpu = args.device.startswith("cuda")
     results = {
         "command": f"measure.py MODEL --data ... --calibrate-tokens {args.calibrate_tokens} "
         f"--align-tokens {args.align_tokens} --align-batch {args.align_batch} --context {args.context} "
         f"--device {args.device}",
-        "device": torch.cuda.get_device_name() if gpu else platform.processor() or "cpu",
+        "device": device_name(torch.device(args.device)),
         "torch": torch.__version__,
         "arms": [],
     }

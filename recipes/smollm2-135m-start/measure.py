@@ -11,7 +11,6 @@ ladders and seconds.
 import argparse
 import json
 import math
-import platform
 import random
 import tempfile
 import time
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from linearize.console import Console
 from linearize.convert import convert
 from linearize.data import Rows, pack_rows, read_documents, split_documents
+from linearize.processes import device_name
 from linearize.recipe import Recipe
 from linearize.teacher import open_teacher
 
@@ -67,7 +67,7 @@ def main() -> None:
     teacher_ppl = {name: perplexity(model, rows, args.device) for name, rows in texts.items()}
     results = {
         "command": f"measure.py MODEL --data ... --calibrate-tokens {args.calibrate_tokens} --device {args.device}",
-        "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or "cpu",
+        "device": device_name(torch.device(args.device)),
         "torch": torch.__version__,
         "heldout_tokens": {name: rows.tokens for name, rows in texts.items()},
         "teacher": teacher_ppl,

@@ -11,7 +11,6 @@ optimizer) on one process's rows; then samples `self` text. Times are medians af
 import argparse
 import functools
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -26,8 +25,9 @@ from linearize.console import Console
 from linearize.convert import convert
 from linearize.data import self_text
 from linearize.kl import FullTarget, Head, chunked_kl
+from linearize.metrics import median_speed, read_lines
 from linearize.mixers import MixedAttention
-from linearize.processes import half_precision
+from linearize.processes import device_name, half_precision
 from linearize.recipe import Recipe
 from linearize.replay import Replay
 from linearize.student import packed_documents
@@ -57,7 +57,7 @@ def main() -> None:
     results[args.arm] = arm = {
         "command": f"measure.py MODEL --data ... --device {args.device} --mixer {args.mixer} --context {args.context} "
         f"--batch-tokens {args.batch_tokens} --micro-tokens {args.micro_tokens} --steps {args.steps}{settings}",
-        "device": torch.cuda.get_device_name() if gpu else platform.processor() or "cpu",
+        "device": device_name(torch.device(args.device)),
         "torch": torch.__version__,
     }
 
@@ -122,8 +122,6 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 def stages(args: argparse.Namespace, recipe: Recipe, out: Path) -> dict:
     """Tokens a second of alignment, a layer, and of distillation, whole steps."""
     record = convert(args.model, out, recipe, Console(quiet=True))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    rates = [line["tokens_per_second"] for line in lines if line["stage"] == "distill"]
     layers = record["layers"]
     seconds = sum(layer["align_seconds"] for layer in layers)
     return {
@@ -131,8 +129,7 @@ def stages(args: argparse.Namespace, recipe: Recipe, out: Path) -> dict:
             sum(len(layer["losses"]) * layer["tokens_per_step"] for layer in layers) / seconds
         ),
         "calibrate_seconds": round(sum(layer["calibrate_seconds"] for layer in layers), 2),
-        # The first steps compile and allocate.
-        "distill_tokens_per_second": round(statistics.median(rates[len(rates) // 3 :])),
+        "distill_tokens_per_second": median_speed(read_lines(out / "metrics.jsonl", "distill")),
     }
 
 

@@ -10,8 +10,6 @@ distillation's rate is that of the median step of metrics.jsonl without the firs
 
 import argparse
 import json
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,9 @@ import time
 from pathlib import Path
 
 import torch
+
+from linearize.metrics import median_speed, read_lines
+from linearize.processes import device_name, pick_device
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="start no run after this long")
     args = parser.parse_args()
     began = time.monotonic()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+    device = device_name(pick_device("auto"))
     results = {"model": args.model, "device": device, "torch": torch.__version__, "runs": []}
     with tempfile.TemporaryDirectory() as folder:
         measured(args, Path(folder) / "warm", 1, ["align.tokens=40k", "align.context=1024", "align.batch_tokens=8k"])
@@ -87,10 +88,9 @@ def measured(args: argparse.Namespace, out: Path, count: int, settings: list[str
         return found | {"error": done.stderr.strip().splitlines()[-20:]}
     # Without the start of the processes and the loading of the teacher.
     found["convert_seconds"] = json.loads((out / "linearize.json").read_text())["seconds"]
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    rates = [line["tokens_per_second"] for line in lines if line["stage"] == "distill"]
-    if rates:
-        found["tokens_per_second"] = round(statistics.median(rates[len(rates) // 3 :]))
+    lines = read_lines(out / "metrics.jsonl", "distill")
+    if lines:
+        found["tokens_per_second"] = median_speed(lines)
         found["loss"] = lines[-1]["loss"]
     return found
 
