@@ -42,12 +42,14 @@ from linearize.teacher import Teacher, open_teacher
 
 RECIPE = "smollm2-135m-gdn"
 BASE = {
+    "convert.keep_softmax": "25%",  # evenly spaced: nothing is measured first
     "align.context": "1024",
     "align.batch_tokens": "8192",
     "align.warmup": "10",
     "distill.context": "1024",
     "distill.batch_tokens": "16384",
     "distill.warmup": "20",
+    "distill.compile": "false",  # a short arm would mostly compile
     "data.heldout_tokens": "0",  # measured here, the same for every arm
 }
 ARMS: dict[str, dict[str, str]] = {

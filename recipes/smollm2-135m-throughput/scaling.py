@@ -5,7 +5,8 @@
 Runs `linearize convert MODEL` under torchrun with each number of processes: calibration alone, alignment as well, and
 distillation with weights split over the processes (FSDP2) and repeated in each. A short run comes first, so that
 compiled kernels are on disk. The alignment's seconds are those of the second conversion less those of the first; the
-distillation's rate is that of the median step of metrics.jsonl without the first third.
+distillation's rate is that of the median step of metrics.jsonl without the first third. Runs that --out holds already are
+not repeated.
 """
 
 import argparse
@@ -39,11 +40,14 @@ def main() -> None:
     began = time.monotonic()
     device = device_name(pick_device("auto"))
     results = {"model": args.model, "device": device, "torch": torch.__version__, "runs": []}
+    if args.out.exists():
+        results = json.loads(args.out.read_text())
+    done = {(run["stage"], run["processes"]) for run in results["runs"]}
     with tempfile.TemporaryDirectory() as folder:
         measured(args, Path(folder) / "warm", 1, ["align.tokens=40k", "align.context=1024", "align.batch_tokens=8k"])
         for count in map(int, args.processes.split(",")):
             for name, flags in arms(args).items():
-                if time.monotonic() - began > args.budget_seconds:
+                if (name, count) in done or time.monotonic() - began > args.budget_seconds:
                     continue
                 run = {"stage": name, "processes": count} | measured(
                     args, Path(folder) / f"{name}-{count}", count, flags
