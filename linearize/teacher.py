@@ -490,19 +490,27 @@ def _gguf_trouble(path: Path) -> Iterator[None]:
 # ---- a block at a time ----------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class _Call:
+    """What a stub keeps. Not in attributes of its own: a module takes long to set those, and this happens every step."""
+
+    output: Tensor | None = None
+    hidden: Tensor | None = None
+    kwargs: dict | None = None
+
+
 class _Stub(nn.Module):
     """Stands in for a decoder layer. Recording, it keeps what it was called with; replaying, it returns `output`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.output: Tensor | None = None
-        self.hidden: Tensor | None = None
-        self.kwargs: dict | None = None
+        self.call = _Call()
 
     def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
-        if self.output is not None:
-            return self.output
-        self.hidden, self.kwargs = hidden_states, kwargs
+        call = self.call
+        if call.output is not None:
+            return call.output
+        call.hidden, call.kwargs = hidden_states, kwargs
         return hidden_states[:1, :1]  # the layers after this one and the final norm have nothing to compute
 
 
@@ -535,6 +543,7 @@ class BlockRunner:
         self._load_around_layers(model)
         self.model = model
         self._kwargs: OrderedDict[tuple, list[dict]] = OrderedDict()
+        self._kwargs_bytes = 0
 
     @property
     def num_layers(self) -> int:
@@ -604,7 +613,7 @@ class BlockRunner:
             )
         flat = ids.to(self.device).reshape(-1, 1)  # a row for each token: no mask is built
         self._run(input_ids=flat)
-        hidden = self._stubs[0].hidden
+        hidden = self._stubs[0].call.hidden
         self._forget()
         return hidden.reshape(*ids.shape, -1)
 
@@ -626,10 +635,11 @@ class BlockRunner:
             return dict(self._kwargs[key][i])
         embeds = torch.zeros((), dtype=self.dtype, device=self.device).expand(n, t, self.config.hidden_size)
         self._run(inputs_embeds=embeds, position_ids=None if positions is None else positions.to(self.device))
-        self._kwargs[key] = [stub.kwargs for stub in self._stubs]
+        self._kwargs[key] = made = [stub.call.kwargs for stub in self._stubs]
+        self._kwargs_bytes += _nbytes(made)
         self._forget()
-        while len(self._kwargs) > 1 and sum(map(_nbytes, self._kwargs.values())) > MASK_CACHE:
-            self._kwargs.popitem(last=False)
+        while len(self._kwargs) > 1 and self._kwargs_bytes > MASK_CACHE:
+            self._kwargs_bytes -= _nbytes(self._kwargs.popitem(last=False)[1])
         return dict(self._kwargs[key][i])
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -638,7 +648,7 @@ class BlockRunner:
         Gradients flow to `hidden` if it wants them.
         """
         rows = hidden.to(self.device).reshape(-1, 1, hidden.shape[-1])
-        last = self._stubs[-1]
+        last = self._stubs[-1].call
         last.output = rows
         try:
             logits = self._run(inputs_embeds=rows.detach()).logits
@@ -662,9 +672,10 @@ class BlockRunner:
 
     def _forget(self) -> None:
         for stub in self._stubs:
-            stub.output = stub.hidden = stub.kwargs = None
+            stub.call.output = stub.call.hidden = stub.call.kwargs = None
 
 
 def _nbytes(layers: list[dict]) -> int:
-    tensors = {id(leaf): leaf for leaf in tree_leaves(layers) if isinstance(leaf, Tensor)}
+    shared = {id(value): value for kwargs in layers for value in kwargs.values()}  # most layers are given the same
+    tensors = {id(leaf): leaf for leaf in tree_leaves(list(shared.values())) if isinstance(leaf, Tensor)}
     return sum(tensor.nbytes for tensor in tensors.values())
