@@ -492,7 +492,7 @@ def _gguf_trouble(path: Path) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Call:
-    """What a stub keeps. Not in attributes of its own: a module takes long to set those, and this happens every step."""
+    """What a stub keeps, apart from the module: setting attributes of a module takes long, at every step."""
 
     output: Tensor | None = None
     hidden: Tensor | None = None

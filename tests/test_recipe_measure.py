@@ -259,6 +259,7 @@ def ablate(recipe, teacher_folder, text, tmp_path, monkeypatch):
         aligned.clear()
         values = {name: FAST[name] for name in ("align.context", "align.batch_tokens", "align.warmup")}
         values |= {"distill.context": 48, "distill.batch_tokens": 96, "distill.warmup": 1}
+        values["convert.keep_softmax"] = SHORT["convert_keep_softmax"]
         argv = [teacher_folder("llama-tied"), "--data", text, "--out", out, "--arms", arms, "--recipe", recipe]
         argv += ["--align-tokens", 192, "--distill-tokens", 288, "--heldout-tokens", 192, "--heldout-context", 48]
         argv += ["--work", tmp_path / "work", *(f"--set={name}={value}" for name, value in values.items()), *more]

@@ -5,8 +5,8 @@
 Runs `linearize convert MODEL` under torchrun with each number of processes: calibration alone, alignment as well, and
 distillation with weights split over the processes (FSDP2) and repeated in each. A short run comes first, so that
 compiled kernels are on disk. The alignment's seconds are those of the second conversion less those of the first; the
-distillation's rate is that of the median step of metrics.jsonl without the first third. Runs that --out holds already are
-not repeated.
+distillation's rate is that of the median step of metrics.jsonl without the first third. What --out
+holds already is not run again.
 """
 
 import argparse
