@@ -44,7 +44,9 @@ def main() -> None:
         results = json.loads(args.out.read_text())
     done = {(run["stage"], run["processes"]) for run in results["runs"]}
     with tempfile.TemporaryDirectory() as folder:
-        measured(args, Path(folder) / "warm", 1, ["align.tokens=40k", "align.context=1024", "align.batch_tokens=8k"])
+        if not done:
+            short = ["align.tokens=40k", "align.context=1024", "align.batch_tokens=8k"]
+            measured(args, Path(folder) / "warm", 1, short)
         for count in map(int, args.processes.split(",")):
             for name, flags in arms(args).items():
                 if (name, count) in done or time.monotonic() - began > args.budget_seconds:
