@@ -23,6 +23,9 @@ from torch import Tensor
 from . import reference
 
 MAX_STEP = 8
+# Heads of other widths are filled up with zeros to a multiple of this many dims for the delta rule's kernels: of rows
+# that start at other addresses they were compiled to wrong gradients (50 and 100 dims, ptxas 12.8, H200).
+WHOLE_DIMS = 16
 # Dims of a head up to which the kernels run unasked: wider ones do not fit their tiles, and in float32 spill too much.
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -102,6 +105,38 @@ def _check_kernel_dims(dim: int, what: str = "keys") -> None:
         _fail(f"the kernels hold {what} of at most 256 dims", dim, "set LINEARIZE_KERNELS=reference")
 
 
+def _widened(x: Tensor | None, *dims: int) -> Tensor | None:
+    """`x` with zeros after its last dimensions, up to `dims`; None stays None."""
+    if x is None or tuple(x.shape[-len(dims) :]) == dims:
+        return x
+    missing = [n - size for n, size in zip(dims, x.shape[-len(dims) :], strict=True)]
+    return torch.nn.functional.pad(x, [n for after in reversed(missing) for n in (0, after)])
+
+
+def _delta_kernels(
+    q, k, v, log_decay, beta, gain, scale, initial_state, output_final_state, cu_seqlens, add_to, sequences
+):
+    """(o, final state or an empty tensor) of checked arguments, from heads of whole widths."""
+    from .ops import delta_fwd
+    from .split import piece_length
+
+    key_dim, value_dim = k.shape[-1], v.shape[-1]
+    keys, values = (-(-dim // WHOLE_DIMS) * WHOLE_DIMS for dim in (key_dim, value_dim))
+    q, k = _widened(q, keys), _widened(k, keys)
+    v, add_to = _widened(v, values), _widened(add_to, values)
+    initial_state = _widened(initial_state, keys, values)
+    batch, tokens, heads = gain.shape
+    length = piece_length(sequences, batch * tokens, heads, keys, values)
+    o, final, *_ = delta_fwd(
+        q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, output_final_state, length
+    )
+    if values != value_dim:
+        o = o[..., :value_dim].contiguous()
+    if output_final_state and (keys, values) != (key_dim, value_dim):
+        final = final[..., :key_dim, :value_dim].contiguous()
+    return o, final
+
+
 def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_final_state, cu_seqlens, add_to):
     gates = gain if beta is None else beta
     if gates.dim() != 3:
@@ -124,13 +159,9 @@ def _delta_rule(q, k, v, log_decay, beta, gain, scale, initial_state, output_fin
     _check_state("add_to", add_to, (batch, tokens, heads, v.shape[-1]))
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     if tokens and uses_kernels(q, k.shape[-1], v.shape[-1]):
-        from .ops import delta_fwd
-        from .split import piece_length
-
         _check_kernel_dims(k.shape[-1])
-        length = piece_length(sequences, batch * tokens, heads, k.shape[-1], v.shape[-1])
-        o, final, *_ = delta_fwd(
-            q, k, v, log_decay, beta, gain, initial_state, cu_seqlens, add_to, scale, output_final_state, length
+        o, final = _delta_kernels(
+            q, k, v, log_decay, beta, gain, scale, initial_state, output_final_state, cu_seqlens, add_to, sequences
         )
     else:
         o, final = reference.chunk_gated_delta(q, k, v, log_decay, beta, gain, scale, initial_state, cu_seqlens, add_to)

@@ -161,6 +161,17 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def aligned_rows(x: Tensor) -> Tensor:
+    """`rows`, with heads and tokens as far apart as whole memory transactions are: copied where they are not.
+
+    Triton compiles a kernel apart for them. Of others the products of the delta rule were wrong (see `api.WHOLE_DIMS`).
+    """
+    x = rows(x)
+    if x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def strides(x: Tensor) -> tuple[int, int, int]:
     """Strides over batch, token and head of [B,T,H,D] or [B,T,H]."""
     return x.stride(0), x.stride(1), x.stride(2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import grads, prep, scan, split
-from .common import Chunks, rows
+from .common import Chunks, aligned_rows
 
 
 def forward(
@@ -21,10 +21,10 @@ def forward(
 
     `warps` replaces every entry of the launch tables. `length`: tokens of a piece, a multiple of 64; 0 for no pieces.
     """
-    q, k, v = rows(q), rows(k), rows(v)
+    q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v)
     chunks = Chunks(q.shape[0], q.shape[1], cu_seqlens)
     scalars, N, A = prep.prepare(q, k, log_decay, beta, gain, scale, chunks, warps)
-    add_to = None if add_to is None else rows(add_to)
+    add_to = None if add_to is None else aligned_rows(add_to)
     starts, maps = scalars.new_empty(0), scalars.new_empty(0)
     if length:
         pieces = split.Pieces(chunks, q.shape[0], length, q.device)
@@ -45,7 +45,7 @@ def backward(
 
     With a `length`, `starts` and `maps` are those of the forward pass.
     """
-    q, k, v, do = rows(q), rows(k), rows(v), rows(do)
+    q, k, v, do = (aligned_rows(x) for x in (q, k, v, do))
     d_final = None if d_final is None else d_final.contiguous()
     runs = chunks = Chunks(q.shape[0], q.shape[1], cu_seqlens)
     if length:
