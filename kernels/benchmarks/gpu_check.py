@@ -1,14 +1,15 @@
 """Correctness, determinism and speed of the kernels on the GPU at hand.
 
     PYTHONPATH=kernels python kernels/benchmarks/gpu_check.py --out FILE [--skip timing] [--sweep] [--workers 12]
-        [--budget-seconds 900]
+        [--budget-seconds 900] [--dims 50,100]
 
 Stages come in the order of their importance, and so do the cases in each; what the budget does not reach is named in
 FILE. A case that fails or raises is recorded and stops nothing. Correctness cases run in worker processes, which also
 fill the compile cache. Timing: medians of CUDA-graph replays with a cold L2,
 beside flash-linear-attention where it can be imported. Its backward refuses Hopper with this Triton; for timing the
-guard is lifted, and its gradient errors are printed next to its times. `--sweep` times other launch tables. Results go
-to FILE after every stage.
+guard is lifted, and its gradient errors are printed next to its times. `--sweep` times other launch tables. `--dims`
+runs the correctness cases of heads of these widths (keys, values) and nothing else. Results go to FILE after every
+stage.
 """
 
 from __future__ import annotations
@@ -258,6 +259,9 @@ def statistics_case(case: dict) -> dict:
     return {**case, "errors": {name: float(f"{e:.2e}") for name, e in errors.items()}, "failed": failed}
 
 
+OTHER_DIMS = 72, 80, 112  # of heads of models, besides powers of two and 96
+
+
 def operator_cases(quick: bool) -> list[dict]:
     """Centred mixers and MesaNet."""
     grid = []
@@ -276,6 +280,8 @@ def operator_cases(quick: bool) -> list[dict]:
             grid.append({**base, "tokens": 300, "shift": 20.0} if op != "mesa" else {**base, "tokens": 4096})
         for dims in ((32, 32), (96, 96), (64, 128), (128, 64), (50, 100), (256, 256)):
             grid.append({"op": op, "dtype": "bf16", "dims": dims, "tokens": 300, "heads": 2})
+    for dim in OTHER_DIMS:
+        grid.append({"op": "centred", "dtype": "bf16", "dims": (dim, dim), "tokens": 300, "heads": 2})
     return grid
 
 
@@ -326,6 +332,8 @@ def delta_cases(quick: bool) -> list[dict]:
     for dims in ((32, 32), (96, 96), (256, 256), (64, 128), (128, 64), (50, 100)):
         for erase in (True, False):
             grid.append({"dtype": "bf16", "dims": dims, "tokens": 500, "heads": 2, "erase": erase})
+    for dim in OTHER_DIMS:
+        grid.append({"dtype": "bf16", "dims": (dim, dim), "tokens": 500, "heads": 2})
     return grid
 
 
@@ -784,6 +792,15 @@ def decode_times() -> list[dict]:
     return table
 
 
+STAGE_NAMES = "first use", "correctness", "determinism", "timing", "fla", "decode"
+
+
+def widths(text: str) -> tuple[int, int]:
+    """(keys, values) of a head, as given to --dims."""
+    keys, values = text.split(",")
+    return int(keys), int(values)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -791,13 +808,22 @@ def main() -> int:
         "--skip",
         action="append",
         default=[],
-        choices=["first use", "correctness", "determinism", "timing", "fla", "decode"],
+        choices=STAGE_NAMES,
+    )
+    parser.add_argument(
+        "--dims", action="append", type=widths, default=[], help="of keys and values, as 50,100: only their cases"
     )
     parser.add_argument("--sweep", action="store_true", help="time other launch tables as well")
     parser.add_argument("--quick", action="store_true", help="a small correctness grid, two shapes timed")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--budget-seconds", type=float, default=900.0, help="two thirds of it at most for correctness")
     arguments = parser.parse_args()
+    grid = cases(arguments.quick)
+    if arguments.dims:
+        grid = [case for case in grid if case["dims"] in arguments.dims]
+        if missing := [dims for dims in arguments.dims if all(case["dims"] != dims for case in grid)]:
+            parser.error(f"--dims: no case has heads of {missing[0]} dims")
+        arguments.sweep, arguments.skip = False, [name for name in STAGE_NAMES if name != "correctness"]
     import triton
 
     report = {
@@ -833,7 +859,7 @@ def main() -> int:
     if "first use" not in arguments.skip and DEVICE == "cuda":
         stage("first use", first_use)
     if "correctness" not in arguments.skip:
-        results, missed = [], cases(arguments.quick)
+        results, missed = [], grid
         # A third of the time is kept for what comes after.
         seconds = max(1.0, left() * 2 / 3)
         for case, good, answer in side_by_side(correctness, list(missed), arguments.workers, seconds, compiled):
