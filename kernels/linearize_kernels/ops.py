@@ -545,25 +545,26 @@ def _(q, k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, add_to, scale, max
 def mesa_bwd(
     k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor, ridge_: Tensor, Hkv: Tensor | None,
     Hkk: Tensor | None, cu_seqlens: Tensor | None, solution: Tensor, do: Tensor, d_Hkv: Tensor | None,
-    d_Hkk: Tensor | None, scale: float, max_iter: int, tol: float, d_initial: bool,
+    d_Hkk: Tensor | None, scale: float, max_iter: int, tol: float, d_initial: bool, narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     warps = mesa_warps_for(k.shape[-1], v.shape[-1], k.dtype, k.device)
     return ridge.backward(
         k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution, do, d_Hkv, d_Hkk, scale, max_iter, tol,
-        d_initial, warps,
+        d_initial, warps, narrow,
     )  # fmt: skip
 
 
 @mesa_bwd.register_fake
 def _(
-    k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution, do, d_Hkv, d_Hkk, scale, max_iter, tol, d_initial
+    k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution, do, d_Hkv, d_Hkk, scale, max_iter, tol, d_initial,
+    narrow,
 ):  # fmt: skip
     batch, tokens, heads = gain.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (sequences, heads, k.shape[-1])
     new = solution.new_empty
     return (
-        new(solution.shape),
+        k.new_empty(solution.shape) if narrow else new(solution.shape),
         k.new_empty(k.shape),
         v.new_empty(v.shape),
         new(2, batch, tokens, heads),
@@ -593,7 +594,7 @@ def _differentiate_mesa(ctx, do, d_Hkv, d_Hkk, *_):
         d_Hkv = d_Hkk = None
     y, dk, dv, (d_decay, d_gain), d_ridge, first_kv, first_kk = mesa_bwd(
         k, v, log_decay, gain, ridge_, Hkv, Hkk, cu_seqlens, solution, do.to(v.dtype), d_Hkv, d_Hkk, *ctx.options,
-        d_initial,
+        d_initial, ctx.heads == gain.shape[2],
     )  # fmt: skip
     return (
         sum_group(y, ctx.heads).to(ctx.q_type),

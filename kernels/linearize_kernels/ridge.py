@@ -1,4 +1,4 @@
-"""X1 to X3: MesaNet's states and preconditioners, its systems and its read-out.
+"""X1 to X5: MesaNet's states and preconditioners, its systems, its read-out and its gradients.
 
 In a chunk that is entered with states H = Hkk and G = Hkv, a row p [K] of token t meets its own matrix
 
@@ -7,7 +7,8 @@ In a chunk that is entered with states H = Hkk and G = Hkv, a row p [K] of token
 X2 solves A x = q by conjugate gradients, preconditioned where that pays by the inverse of H + diag(ridge) at the start
 of this or an earlier chunk; X3 reads o = scale (((x K^T) o Gam o gain_s) V + e_t x G). Backwards X3 with K and V
 exchanged gives dq* = scale (((dO V^T) o Gam o gain_s) K + e_t dO G^T), X2 solves A y = dq*, and the rest is the
-gradient of linear attention (`backward`).
+gradient of linear attention with query q*, values [v ; k] and cotangents [scale dO ; -y]: X4 runs over the chunks from
+the last to the first for the cotangents of the states, X5 does the rest in each chunk, with the states of X1.
 
 16-bit inputs are computed with float16 products. Keys and values enter them unrounded, but for bfloat16's smallest
 numbers; states are scaled by a bound of their entries and rounded to float16, Hkk for tolerances below `ROUGH` to two
@@ -17,8 +18,8 @@ found so far is computed, with both, and the next round solves for that: no accu
 states in one number, by which a residual may differ from the true one: by 2e-4 for independent keys, by 2e-2 for keys
 of which all but a tenth is their mean. float32 inputs use float32 products, float64 ones (interpreter) float64.
 
-Tokens are the rows of all tiles here, 32 at most: that is too few for a WGMMA, so that products may take the left
-operand from registers (see `common`).
+Tokens are the rows of all tiles of X1 to X3, and values those of X4, 32 at most: that is too few for a WGMMA, so that
+products may take the left operand from registers (see `common`). X5 loads its left operands.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import delta, prep
+from . import grads
 from .common import (
     _INTERPRETED,
     CHUNK,
@@ -55,6 +56,7 @@ SIZES: tl.constexpr = tl.constexpr(4)
 BOUNDS: tl.constexpr = tl.constexpr(3)
 TINY: tl.constexpr = tl.constexpr(1e-30)
 SMALL: tl.constexpr = tl.constexpr(1e-12)
+ROOM: tl.constexpr = tl.constexpr(1024.0)  # largest entry of a state's cotangent as it is stored
 DEPTH: tl.constexpr = tl.constexpr(0.001)  # of a round of conjugate gradients with a rounded matrix
 # Least ratio of the mean eigenvalue of Hkk and the ridge, and least exp(g_last), of a chunk that is preconditioned.
 WORTH: tl.constexpr = tl.constexpr(8.0)
@@ -485,19 +487,22 @@ def read_rows(
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "k_group", "v_group", "scale"])
 def target_kernel(
-    do, k, v, gates, bounds, high, target, table, cu_seqlens,
+    do, k, v, gates, bounds, high, target, slopes, weights, table, cu_seqlens,
     T, NT, H, k_group, v_group, scale,
     o_batch, o_token, o_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, C: tl.constexpr,
     BT: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Cotangents of the solutions, dq* [B,T,H,K] = scale (((dO v^T) o Gam o gain_s) k + e dO S^T), BW columns each."""
+    """Cotangents of the solutions, dq* [B,T,H,K] = scale (((dO v^T) o Gam o gain_s) k + e dO S^T), BW columns each.
+
+    Leaves dO at length 1 in the first columns of slopes [chunks,H,C,BV+BK], and scale |dO| in weights [chunks,H,2,C].
+    """
     parts: tl.constexpr = C // BT
     part = tl.program_id(0) % parts
     line = tl.program_id(0) // parts
     head = line % H
     batch, first, count = locate_chunk(line // H, table, cu_seqlens, T, NT, C, VARLEN)
-    if part * BT >= count:
+    if count == 0:
         return
     first = tl.cast(first, tl.int64)
     place = tl.cast(line, tl.int64)
@@ -509,6 +514,9 @@ def target_kernel(
     rows = load_rows(do, o_token, token, count, V, BV).to(ACC)
     length = tl.maximum(tl.sqrt(tl.sum(rows * rows, axis=1)), TINY)
     half = (rows * (1.0 / length)[:, None]).to(work)
+    at = place * C + token
+    tl.store(slopes + at[:, None] * (BV + BK) + tl.arange(0, BV)[None, :], half)
+    tl.store(weights + place * 2 * C + token, tl.where(token < count, length * scale, 0.0))
     values = load_rows(v, v_token, tl.arange(0, C), count, V, BV).to(work)
     gates += place * GATES * C
     stay = tl.load(gates + 3 * C + token) * tl.load(bounds + place * BOUNDS + 1)
@@ -516,6 +524,351 @@ def target_kernel(
         half, values, reaching(gates, token, C), stay, length * scale, k, k_token, high + place * BK * BV, BK, 1,
         target, None, 0, (batch * T + first + token) * H + head, token, count, K, BW, C, False, ACC,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H"])
+def lengths_kernel(
+    solution, y, queries, slopes, weights, d_query, d_ridge, table, cu_seqlens,
+    T, NT, H,
+    K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, STORE: tl.constexpr, VARLEN: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """From solutions q* and y [B,T,H,K]: what the gradients of a chunk take, and -sum y o q* [chunks,H,K].
+
+    Queries q* [chunks,H,C,BK] and, in the last columns of `slopes`, -y, both at length 1; as weights those of
+    `target_kernel` by |q*|, and |y| |q*|. With STORE y in the type of d_query.
+    """
+    line = tl.program_id(0)
+    head = line % H
+    batch, first, count = locate_chunk(line // H, table, cu_seqlens, T, NT, C, VARLEN)
+    place = tl.cast(line, tl.int64)
+    row = tl.arange(0, C)
+    key = tl.arange(0, BK)
+    from_here = (batch * T + tl.cast(first, tl.int64)) * H + head
+    inside = row[:, None] * (H * K) + key[None, :]
+    real = (row < count)[:, None] & (key < K)[None, :]
+    found = tl.load(solution + from_here * K + inside, mask=real, other=0.0).to(ACC)
+    slope = tl.load(y + from_here * K + inside, mask=real, other=0.0).to(ACC)
+    tl.store(d_ridge + place * K + key, -tl.sum(found * slope, axis=0), mask=key < K)
+    if count == 0:
+        return
+    if STORE:
+        tl.store(d_query + from_here * K + inside, slope.to(d_query.dtype.element_ty), mask=real)
+    length = tl.maximum(tl.sqrt(tl.sum(found * found, axis=1)), TINY)
+    size = tl.maximum(tl.sqrt(tl.sum(slope * slope, axis=1)), TINY)
+    work = queries.dtype.element_ty
+    tl.store(queries + place * C * BK + row[:, None] * BK + key[None, :], (found * (1.0 / length)[:, None]).to(work))
+    slopes += place * C * (W + BK) + W
+    tl.store(slopes + row[:, None] * (W + BK) + key[None, :], (slope * (-1.0 / size)[:, None]).to(work))
+    weights += place * 2 * C + row
+    tl.store(weights, tl.load(weights) * length)
+    tl.store(weights + C, tl.where(row < count, size * length, 0.0))
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H"])
+def slope_kernel(
+    queries, slopes, weights, gates, sizes, d_kv, d_kk, end_kv, end_kk, d_states, limits, first_kv, first_kk, offsets,
+    cu_seqlens,
+    T, NT, H,
+    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Cotangents of the states that leave the chunks, transposed and over their bounds, [chunks,H,W+BK,BK].
+
+    The first W lines belong to Hkv, the others to Hkk; limits [chunks,H,2] are their bounds over `ROOM`.
+    """
+    tiles: tl.constexpr = (W + BK) // BD
+    line = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    head = line % H
+    column = tile * BD + tl.arange(0, BD)
+    part = tl.where(tile * BD < W, 0, 1)
+    batch, start, end, chunk = locate_sequence(line // H, offsets, cu_seqlens, T, NT, C, VARLEN)
+    steps = (end - start + C - 1) // C
+    row = tl.arange(0, C)
+    key = tl.arange(0, BK)
+    in_key = (key < K)[None, :]
+    in_kv = (column < V)[:, None] & in_key
+    in_kk = (column >= W)[:, None] & (column < W + K)[:, None] & in_key
+    at = tl.cast(line, tl.int64) * K + key[None, :]
+    at_kv = at * V + column[:, None]
+    at_kk = at * K + (column - W)[:, None]
+    S = tl.zeros([BD, BK], dtype=ACC)
+    limit = tl.cast(0.0, ACC)
+    if FINAL:
+        S += tl.load(d_kv + at_kv, mask=in_kv, other=0.0).to(ACC)
+        S += tl.load(d_kk + at_kk, mask=in_kk, other=0.0).to(ACC)
+        limit += tl.where(part == 0, tl.load(end_kv + line), tl.load(end_kk + line)).to(ACC)
+    place = (tl.cast(chunk, tl.int64) + steps - 1) * H + head
+    for _ in range(0, steps):
+        rows = tl.load(queries + place * C * BK + row[:, None] * BK + key[None, :])
+        lines = tl.load(slopes + place * C * (W + BK) + row[None, :] * (W + BK) + column[:, None])
+        weight = tl.load(weights + (place * 2 + part) * C + row) * tl.load(gates + place * GATES * C + 3 * C + row)
+        kept = tl.load(sizes + place * SIZES + 3)
+        bound = tl.maximum(limit, TINY) * (1.0 / ROOM)
+        tl.store(limits + place * 2 + part, bound)
+        half = (S * (1.0 / bound)).to(d_states.dtype.element_ty)
+        tl.store(d_states + (place * (W + BK) + column[:, None]) * BK + key[None, :], half)
+        S = written(S, lines, weight, rows, kept, False, ACC)
+        limit = kept * limit + tl.sum(tl.abs(weight), axis=0)
+        place -= H
+    if INITIAL:
+        tl.store(first_kv + at_kv, S, mask=in_kv)
+        tl.store(first_kk + at_kk, S, mask=in_kk)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "k_group", "v_group", "everything"])
+def pairs_kernel(
+    k, v, queries, slopes, weights, gates, bounds, high, values_high, d_states, limits, pairs, sums, d_scalars, table,
+    cu_seqlens,
+    T, NT, H, k_group, v_group, everything,
+    k_batch, k_token, k_head, v_batch, v_token, v_head,
+    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KT: tl.constexpr,
+    C: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """What a chunk's gradients need of pairs of tokens and of the states before it.
+
+    With L = [v ; k], D = [scale dO ; -y], S and dS the states before and the cotangents after the chunk, [Hkv | Hkk]:
+
+        P = (D L^T) o Gam o gain_s     R = P o (q* K^T)     J = L dS^T
+        dL = gain (((q* K^T) o Gam)^T D + eta (K dS))     dk += P^T q* + late J
+        dgain = colsum(R) / gain_s + eta rowsum(K o J)
+        dg = e rowsum(q* o (D S^T)) + rowsum(tril(R, -1)) - colsum(tril(R, -1)) - late rowsum(K o J)
+        dg_last += sum(late rowsum(K o J)) + exp(g_last) <S, dS>
+
+    P over its largest entry [chunks,H,C,C]; sums [chunks,H,2] are <S, dS> and that entry; d_scalars [2,B,T,H] get what
+    there is of dg and dgain. `keys_kernel` and `values_kernel` do the rest. The left operand of every product is
+    loaded: where that needs it tiles are transposed.
+    """
+    line = tl.program_id(0)
+    head = line % H
+    batch, first, count = locate_chunk(line // H, table, cu_seqlens, T, NT, C, VARLEN)
+    if count == 0:
+        return
+    first = tl.cast(first, tl.int64)
+    place = tl.cast(line, tl.int64)
+    work = queries.dtype.element_ty
+    row = tl.arange(0, C)
+    key = tl.arange(0, BK)
+    real = row < count
+    k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
+    v += batch * v_batch + first * v_token + tl.cast(head // v_group, tl.int64) * v_head
+    d_scalars += (batch * T + first) * H + head
+    queries += place * C * BK
+    slopes += place * C * (W + BK)
+    weights += place * 2 * C + row
+    gates += place * GATES * C
+    d_states += place * (W + BK) * BK
+    high += place * BK * BK
+    values_high += place * W * BK
+    d_kk = d_states + W * BK
+    limit_kv = tl.load(limits + place * 2)
+    limit_kk = tl.load(limits + place * 2 + 1)
+
+    # The states before the chunk.
+    rows = tl.load(queries + row[:, None] * BK + key[None, :])
+    total = tl.zeros([C, BK], dtype=ACC)
+    inner = tl.zeros([BV], dtype=ACC)
+    for value0 in range(0, W, BV):
+        value = value0 + tl.arange(0, BV)
+        at = value[:, None] * BK + key[None, :]
+        state = tl.load(values_high + at)
+        inner += tl.sum(state.to(ACC) * tl.load(d_states + at).to(ACC), axis=1)
+        total += dot(tl.load(slopes + row[:, None] * (W + BK) + value[None, :]), state, ACC)
+    bound = tl.load(bounds + place * BOUNDS + 1)
+    d_sum = tl.sum(total * rows.to(ACC), axis=1) * (tl.load(weights) * bound)
+    near = tl.sum(inner, axis=0) * (bound * limit_kv)
+    total = tl.zeros([C, BK], dtype=ACC)
+    inner_keys = tl.zeros([KT], dtype=ACC)
+    for key0 in range(0, BK, KT):
+        value = key0 + tl.arange(0, KT)
+        at = value[:, None] * BK + key[None, :]
+        state = tl.load(high + at)
+        inner_keys += tl.sum(state.to(ACC) * tl.load(d_kk + at).to(ACC), axis=1)
+        total += dot(tl.load(slopes + row[:, None] * (W + BK) + (W + value)[None, :]), state, ACC)
+    bound = tl.load(bounds + place * BOUNDS)
+    d_sum += tl.sum(total * rows.to(ACC), axis=1) * (tl.load(weights + C) * bound)
+    d_sum *= tl.load(gates + 3 * C + row)
+    near += tl.sum(inner_keys, axis=0) * (bound * limit_kk)
+
+    # Pairs of tokens.
+    P = tl.zeros([C, C], dtype=ACC)
+    for value0 in range(0, W, BV):
+        value = value0 + tl.arange(0, BV)
+        lines = load_across(v, v_token, value, V, real, C)
+        P += dot(tl.load(slopes + row[:, None] * (W + BK) + value[None, :]), lines.to(work), ACC)
+    P = P * tl.load(weights)[:, None]
+    products = tl.zeros([C, C], dtype=ACC)
+    for key0 in range(0, BK, KT):
+        value = key0 + tl.arange(0, KT)
+        lines = load_across(k, k_token, value, K, real, C)
+        products += dot(tl.load(slopes + row[:, None] * (W + BK) + (W + value)[None, :]), lines.to(work), ACC)
+    P = P + products * tl.load(weights + C)[:, None]
+    rows = tl.load(queries + row[:, None] * BK + key[None, :])
+    keys = load_rows(k, k_token, row, count, K, BK).to(work)
+    scores = dot(rows, tl.trans(keys), ACC) * falling(gates, C)
+    products = P * scores
+    tl.store(d_scalars + everything + row * H, tl.sum(products, axis=0), mask=real)
+    products = tl.where(row[:, None] > row[None, :], products, 0.0) * tl.load(gates + 2 * C + row)[None, :]
+    d_sum += tl.sum(products, axis=1)
+    d_sum -= tl.sum(products, axis=0)
+    P = P * falling(gates, C) * tl.load(gates + 2 * C + row)[None, :]
+    peak = largest(tl.max(tl.abs(P), axis=1))
+    square = place * C * C + row[:, None] * C + row[None, :]
+    tl.store(pairs + square, (P * (1.0 / peak)).to(work))
+    tl.store(sums + place * 2, near)
+    tl.store(sums + place * 2 + 1, peak)
+    tl.store(d_scalars + row * H, d_sum, mask=real)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "k_group", "v_group", "everything"])
+def keys_kernel(
+    k, v, queries, slopes, weights, gates, d_states, limits, pairs, sums, dk, d_scalars, table, cu_seqlens,
+    T, NT, H, k_group, v_group, everything,
+    k_batch, k_token, k_head, v_batch, v_token, v_head,
+    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KT: tl.constexpr,
+    C: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dk [B,T,H,K], and d_scalars completed."""
+    line = tl.program_id(0)
+    head = line % H
+    batch, first, count = locate_chunk(line // H, table, cu_seqlens, T, NT, C, VARLEN)
+    if count == 0:
+        return
+    first = tl.cast(first, tl.int64)
+    place = tl.cast(line, tl.int64)
+    work = queries.dtype.element_ty
+    row = tl.arange(0, C)
+    key = tl.arange(0, BK)
+    real = row < count
+    k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
+    v += batch * v_batch + first * v_token + tl.cast(head // v_group, tl.int64) * v_head
+    token = (batch * T + first) * H + head
+    dk += token * K
+    d_scalars += token
+    queries += place * C * BK
+    slopes += place * C * (W + BK)
+    weights += place * 2 * C + row
+    gates += place * GATES * C
+    d_states += place * (W + BK) * BK
+    d_kk = d_states + W * BK
+    limit_kv = tl.load(limits + place * 2)
+    limit_kk = tl.load(limits + place * 2 + 1)
+    square = place * C * C + row[:, None] * C + row[None, :]
+    pair_peak = tl.load(sums + place * 2 + 1)
+    rows = tl.load(queries + row[:, None] * BK + key[None, :])
+    keys = load_rows(k, k_token, row, count, K, BK).to(work)
+    weight = tl.load(weights + C)
+    peak = largest(tl.abs(weight))
+    scores = dot(rows, tl.trans(keys), ACC) * falling(gates, C)
+    read = (scores * (weight * (1.0 / peak))[:, None]).to(work)
+    stayed = tl.zeros([C], dtype=ACC)
+    for key0 in range(0, BK, KT):
+        mine = key0 + tl.arange(0, KT)
+        J = tl.zeros([KT, C], dtype=ACC)
+        for value0 in range(0, W, BV):
+            value = value0 + tl.arange(0, BV)
+            lines = load_across(v, v_token, value, V, real, C)
+            J += dot(tl.trans(tl.load(d_states + value[:, None] * BK + mine[None, :])), lines.to(work), ACC)
+        d_key = tl.zeros([KT, C], dtype=ACC)
+        for value0 in range(0, BK, KT):
+            value = value0 + tl.arange(0, KT)
+            lines = load_across(k, k_token, value, K, real, C)
+            d_key += dot(tl.trans(tl.load(d_kk + value[:, None] * BK + mine[None, :])), lines.to(work), ACC)
+        J = J * limit_kv + d_key * limit_kk
+        stayed += tl.sum(J * load_across(k, k_token, mine, K, real, C).to(ACC), axis=0)
+        d_key = dot(tl.load(d_kk + mine[:, None] * BK + key[None, :]), tl.trans(keys), ACC)
+        d_key *= leaving(gates, C)[None, :] * limit_kk
+        d_key += dot(tl.load(slopes + row[None, :] * (W + BK) + (W + mine)[:, None]), read, ACC) * peak
+        d_key = d_key * tl.load(gates + 2 * C + row)[None, :] + J * tl.load(gates + 4 * C + row)[None, :]
+        part = tl.trans(tl.load(queries + row[:, None] * BK + mine[None, :]))
+        d_key += dot(part, tl.load(pairs + square), ACC) * pair_peak
+        at = row[None, :] * (H * K) + mine[:, None]
+        tl.store(dk + at, d_key.to(dk.dtype.element_ty), mask=(mine < K)[:, None] & real[None, :])
+    d_write = tl.load(d_scalars + everything + row * H, mask=real, other=0.0)
+    tl.store(d_scalars + everything + row * H, d_write + leaving(gates, C) * stayed, mask=real)
+    stayed *= tl.load(gates + 4 * C + row)
+    d_sum = tl.load(d_scalars + row * H, mask=real, other=0.0) - stayed
+    d_last = tl.sum(stayed, axis=0) + tl.load(gates + 4 * C - 1) * tl.load(sums + place * 2)
+    d_decay = tl.sum(tl.where(row[:, None] >= row[None, :], d_sum[:, None], 0.0), axis=0) + d_last
+    tl.debug_barrier()
+    tl.store(d_scalars + row * H, d_decay, mask=real)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "k_group"])
+def values_kernel(
+    k, queries, slopes, weights, gates, d_states, limits, dv, table, cu_seqlens,
+    T, NT, H, k_group,
+    k_batch, k_token, k_head,
+    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    VARLEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dv [B,T,H,V]."""
+    line = tl.program_id(0)
+    head = line % H
+    batch, first, count = locate_chunk(line // H, table, cu_seqlens, T, NT, C, VARLEN)
+    if count == 0:
+        return
+    first = tl.cast(first, tl.int64)
+    place = tl.cast(line, tl.int64)
+    work = queries.dtype.element_ty
+    row = tl.arange(0, C)
+    key = tl.arange(0, BK)
+    real = row < count
+    k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
+    dv += ((batch * T + first) * H + head) * V
+    queries += place * C * BK
+    slopes += place * C * (W + BK)
+    weights += place * 2 * C + row
+    gates += place * GATES * C
+    d_states += place * (W + BK) * BK
+    limit_kv = tl.load(limits + place * 2)
+    rows = tl.load(queries + row[:, None] * BK + key[None, :])
+    keys = load_rows(k, k_token, row, count, K, BK).to(work)
+    weight = tl.load(weights)
+    peak = largest(tl.abs(weight))
+    scores = dot(rows, tl.trans(keys), ACC) * falling(gates, C)
+    read = (scores * (weight * (1.0 / peak))[:, None]).to(work)
+    for value0 in range(0, W, BV):
+        value = value0 + tl.arange(0, BV)
+        d_line = dot(tl.load(d_states + value[:, None] * BK + key[None, :]), tl.trans(keys), ACC)
+        d_line *= (leaving(gates, C) * (limit_kv / peak))[None, :]
+        d_line += dot(tl.load(slopes + row[None, :] * (W + BK) + value[:, None]), read, ACC)
+        d_line *= (tl.load(gates + 2 * C + row) * peak)[None, :]
+        at = row[None, :] * (H * V) + value[:, None]
+        tl.store(dv + at, d_line.to(dv.dtype.element_ty), mask=(value < V)[:, None] & real[None, :])
+
+
+@triton.jit
+def load_across(x, x_token, column, D: tl.constexpr, real, C: tl.constexpr):
+    """Some columns of the rows of a chunk, transposed."""
+    row = tl.arange(0, C)
+    tile = (column < D)[:, None] & real[None, :]
+    return tl.load(x + row[None, :] * x_token + column[:, None], mask=tile, other=0.0)
+
+
+@triton.jit
+def largest(x):
+    """The largest of positive numbers, or 1 where there is none."""
+    x = tl.max(x, axis=0)
+    return tl.where(x > TINY, x, 1.0)
+
+
+@triton.jit
+def leaving(gates, C: tl.constexpr):
+    """exp(g_last - g) of a chunk."""
+    row = tl.arange(0, C)
+    between = tl.load(gates + C - 1) - tl.load(gates + row)
+    return tl.exp2(between + (tl.load(gates + 2 * C - 1) - tl.load(gates + C + row)))
+
+
+@triton.jit
+def falling(gates, C: tl.constexpr):
+    """Gam(t,s) of all rows t and columns s of a chunk."""
+    row = tl.arange(0, C)
+    between = tl.load(gates + row)[:, None] - tl.load(gates + row)[None, :]
+    between += tl.load(gates + C + row)[:, None] - tl.load(gates + C + row)[None, :]
+    return tl.exp2(tl.where(row[:, None] >= row[None, :], between, float("-inf")))
 
 
 # K rounded up to a power of two -> (tile of columns of the states, warps, stages), warps of the inverse,
@@ -526,6 +879,13 @@ SOLVE = {32: (16, 64, 4, 160), 64: (32, 64, 4, None), 128: (32, 128, 8, None)}
 EXACT = SOLVE | {128: (16, 128, 8, None)}  # where Hkk is two numbers
 # Dims of values, rounded up -> (tokens, tile of columns that are read, warps)
 TARGET = {16: (32, 64, 4), 32: (32, 64, 4), 64: (32, 64, 4), 128: (32, 64, 4), 256: (16, 32, 4)}
+# K rounded up -> (tile of lines of the cotangents of states, warps, stages), warps of `lengths_kernel`; (tile, warps,
+# largest number of registers) of what is done in each chunk
+SLOPE = {32: (32, 4, 3), 64: (32, 4, 3), 128: (32, 4, 2)}
+LENGTHS = {32: 4, 64: 4, 128: 8}
+PAIRS = {32: (32, 4, None), 64: (64, 8, 128), 128: (64, 4, None)}
+KEYS = {32: (32, 4, None), 64: (64, 8, 128), 128: (64, 8, None)}
+VALUES = {32: (32, 4, None), 64: (64, 4, None), 128: (64, 4, None)}
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -565,7 +925,7 @@ class Prepared:
         decay = gain if log_decay is None else log_decay
         new = gain.new_empty
         self.gates = new(chunks.count, heads, GATES.value, CHUNK, dtype=wide)
-        sizes = new(chunks.count, heads, SIZES.value, dtype=wide)
+        self.sizes = sizes = new(chunks.count, heads, SIZES.value, dtype=wide)
         sizes_kernel[(chunks.count * heads,)](
             k, v, decay, gain, self.gates, sizes, chunks.table, chunks.cu_seqlens, *size, *groups,
             *strides(k), *strides(v), *strides(decay), *strides(gain),
@@ -631,18 +991,97 @@ class Prepared:
         )  # fmt: skip
         return x, residual, o
 
-    def target(self, do: Tensor, scale: float) -> Tensor:
-        """scale Hkv_t dO_t [B,T,H,K] of cotangents dO [B,T,H,V], in the accumulator's type."""
+    def target(self, do: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """scale Hkv_t dO_t [B,T,H,K] of cotangents dO [B,T,H,V], in the accumulator's type; slopes; weights.
+
+        Of the last two the second halves, of Hkk, are left to `gradients`.
+        """
         chunks, heads, key_dim = self.chunks, self.size[2], self.k.shape[-1]
         target = do.new_empty(*do.shape[:3], key_dim, dtype=self.wide)
+        slopes = do.new_empty(chunks.count, heads, CHUNK, self.padded_value + self.padded, dtype=self.work)
+        weights = self.gates.new_empty(chunks.count, heads, 2, CHUNK)
         columns, tile, warps = TARGET[self.padded_value]
         target_kernel[(chunks.count * heads * (CHUNK // columns),)](
-            do, self.k, self.v, self.gates, self.bounds, self.values_high, target, chunks.table, chunks.cu_seqlens,
+            do, self.k, self.v, self.gates, self.bounds, self.values_high, target, slopes, weights, chunks.table,
+            chunks.cu_seqlens,
             *self.size, *self.groups, scale, *strides(do), *strides(self.k), *strides(self.v),
             K=key_dim, V=do.shape[-1], BK=self.padded, BV=self.padded_value, BW=min(tile, self.padded), BT=columns,
             num_warps=self.warps or warps, num_stages=1, **self.shared,
         )  # fmt: skip
-        return target
+        return target, slopes, weights
+
+    def gradients(
+        self, solution: Tensor, y: Tensor, slopes: Tensor, weights: Tensor, d_Hkv: Tensor | None,
+        d_Hkk: Tensor | None, d_initial: bool, narrow: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """(dq per recurrence head, dk, dv, gradients [2,B,T,H] of log_decay and gain, dridge, d initial Hkv and Hkk).
+
+        From the solutions q* and y [B,T,H,K], and from `target`. dq = y, in k's type if `narrow`.
+        """
+        chunks, heads, work = self.chunks, self.size[2], self.work
+        batch, tokens = y.shape[:2]
+        key_dim, value_dim, wide_dim = self.k.shape[-1], self.v.shape[-1], self.padded_value
+        new = self.gates.new_empty
+        queries = new(chunks.count, heads, CHUNK, self.padded, dtype=work)
+        d_query = torch.empty_like(y, dtype=self.k.dtype) if narrow else y
+        d_ridge = new(chunks.count, heads, key_dim)
+        lengths_kernel[(chunks.count * heads,)](
+            solution, y, queries, slopes, weights, d_query, d_ridge, chunks.table, chunks.cu_seqlens, *self.size,
+            K=key_dim, W=wide_dim, BK=self.padded, STORE=narrow, num_warps=LENGTHS[self.padded], num_stages=1,
+            **self.shared,
+        )  # fmt: skip
+        d_final = [None, None]
+        if d_Hkv is not None or d_Hkk is not None:
+            shape = chunks.sequences, heads, key_dim
+            pairs = (d_Hkv, value_dim), (d_Hkk, key_dim)
+            d_final = [new(*shape, size).zero_() if d is None else d.contiguous() for d, size in pairs]
+        ends = [None if d is None else d.abs().amax((-2, -1)) for d in d_final]
+        d_states = new(chunks.count, heads, wide_dim + self.padded, self.padded, dtype=work)
+        limits = new(chunks.count, heads, 2)
+        state = (chunks.sequences, heads, key_dim) if d_initial else (0,)
+        first_kv, first_kk = (new((*state, size) if d_initial else 0) for size in (value_dim, key_dim))
+        tile, warps, stages = SLOPE[self.padded]
+        tile = min(tile, self.padded, wide_dim)
+        slope_kernel[(chunks.sequences * heads * ((wide_dim + self.padded) // tile),)](
+            queries, slopes, weights, self.gates, self.sizes, *d_final, *ends, d_states, limits, first_kv, first_kk,
+            chunks.offsets, chunks.cu_seqlens, *self.size,
+            K=key_dim, V=value_dim, W=wide_dim, BK=self.padded, BD=tile, FINAL=d_final[0] is not None,
+            INITIAL=d_initial, num_warps=self.warps or warps, num_stages=stages, **self.shared,
+        )  # fmt: skip
+        # Shared heads get sums of what their recurrence heads get: those are rounded once.
+        dk, dv = (
+            new(batch, tokens, heads, x.shape[-1], dtype=x.dtype if group == 1 else self.wide)
+            for x, group in zip((self.k, self.v), self.groups, strict=True)
+        )
+        d_scalars = new(2, batch, tokens, heads)
+        pairs = new(chunks.count, heads, CHUNK, CHUNK, dtype=work)
+        sums = new(chunks.count, heads, 2)
+        place = chunks.table, chunks.cu_seqlens, *self.size, *self.groups
+        rest = batch * tokens * heads, *strides(self.k), *strides(self.v)
+        shared = {"K": key_dim, "V": value_dim, "W": wide_dim, "BK": self.padded, "num_stages": 1} | self.shared
+        tile, warps, registers = PAIRS[self.padded]
+        tiles = {"BV": min(tile, wide_dim), "KT": min(tile, self.padded)}
+        pairs_kernel[(chunks.count * heads,)](
+            self.k, self.v, queries, slopes, weights, self.gates, self.bounds, self.high, self.values_high, d_states,
+            limits, pairs, sums, d_scalars, *place, *rest, **tiles, **shared,
+            num_warps=self.warps or warps, maxnreg=None if self.warps else registers,
+        )  # fmt: skip
+        tile, warps, registers = KEYS[self.padded]
+        tiles = {"BV": min(tile, wide_dim), "KT": min(tile, self.padded)}
+        keys_kernel[(chunks.count * heads,)](
+            self.k, self.v, queries, slopes, weights, self.gates, d_states, limits, pairs, sums, dk, d_scalars, *place,
+            *rest, **tiles, **shared, num_warps=self.warps or warps, maxnreg=None if self.warps else registers,
+        )  # fmt: skip
+        tile, warps, registers = VALUES[self.padded]
+        values_kernel[(chunks.count * heads,)](
+            self.k, queries, slopes, weights, self.gates, d_states, limits, dv, *place[:-1], *strides(self.k),
+            BV=min(tile, wide_dim), **shared, num_warps=self.warps or warps,
+            maxnreg=None if self.warps else registers,
+        )  # fmt: skip
+        dk, dv = (grads.sum_group(d, x.shape[2]).to(x.dtype) for d, x in ((dk, self.k), (dv, self.v)))
+        if d_initial:
+            first_kk = (first_kk + first_kk.mT) / 2
+        return d_query, dk, dv, d_scalars, d_ridge.sum(0), first_kv, first_kk
 
 
 def forward(
@@ -657,64 +1096,21 @@ def forward(
     return o, prepared.final[1], prepared.final[0], residual, solution
 
 
-def _unit(*largest: Tensor) -> Tensor:
-    """The power of two next above all of these numbers, as a tensor."""
-    return torch.stack([x.float() for x in largest]).amax().clamp(min=1e-30).log2().ceil().exp2()
-
-
-def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * factor in `dtype`, in one pass."""
-    return torch.mul(x, factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
-
-
 def backward(
     k: Tensor, v: Tensor, log_decay: Tensor | None, gain: Tensor, ridge: Tensor, Hkv: Tensor | None,
     Hkk: Tensor | None, cu_seqlens: Tensor | None, solution: Tensor, do: Tensor, d_Hkv: Tensor | None,
     d_Hkk: Tensor | None, scale: float, max_iter: int, tol: float, d_initial: bool, warps: int | None = None,
+    narrow: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(y = dq per recurrence head, dk, dv, gradients [2,B,T,H] of log_decay and gain, dridge, d initial Hkv and Hkk).
 
     With y and q* the rest is the gradient of linear attention with query q*, once with values v and cotangent dO, once
-    with values k and cotangent -y. That depends on a token's query and cotangent by their product alone, so queries are
-    taken at length 1; keys, values, gains and cotangents are scaled below 1: products of float16 numbers lose least so.
+    with values k and cotangent -y. Queries and cotangents enter it at length 1, their lengths with what is summed in
+    the accumulator's type. y is in that type, or with `narrow` in k's.
     """
     prepared = Prepared(k, v, log_decay, gain, ridge, Hkv, Hkk, cu_seqlens, False, tol < ROUGH, warps)
-    y, _, _ = prepared.solve(prepared.target(rows(do), scale), max_iter, tol)
-    chunks, work, wide = prepared.chunks, prepared.work, solution.dtype
-    del prepared
-    length = solution.norm(dim=-1, keepdim=True).clamp_min(1e-30)
-    queries = _times(solution, 1 / length, work)
-    units = [_unit(torch.linalg.vector_norm(x, torch.inf)) for x in (k, v, gain)]
-    keys, values = (_times(x, 1 / unit, work) for x, unit in zip((k, v), units, strict=False))
-    write = (gain / units[2]).to(gain.dtype)
-    scalars, N, A = prep.prepare(queries, keys, log_decay, None, write, 1.0, chunks, warps)
-    parts = []
-    pairs = (values, units[1], do, scale * length, Hkv, d_Hkv), (keys, units[0], y, -length, Hkk, d_Hkk)
-    for lines, unit, slopes, factor, start, d_final in pairs:
-        size = units[0] * units[2] * unit  # of the state, over that of the scaled problem
-        largest = [(torch.linalg.vector_norm(slopes, torch.inf, dim=-1, keepdim=True) * factor).abs().amax()]
-        if d_final is not None:
-            largest.append(d_final.abs().amax())
-        # A sixteenth leaves room for the sum over many tokens.
-        grain = 16 * _unit(*largest)
-        start = None if start is None else start / size
-        d_final = None if d_final is None else d_final.to(wide) / grain
-        _, d_key, d_line, d_scalars, first = delta.backward(
-            queries, keys, lines, scalars, N, A, start, cu_seqlens, _times(slopes, factor / grain, work), d_final, 1.0,
-            d_initial, False, warps,
-        )  # fmt: skip
-        back = grain * size
-        # One number each, with a dimension: a product of float16 and that is float32.
-        to_key, to_line = ((back / of).to(wide).view(1) for of in (units[0], unit))
-        parts.append((
-            d_key, to_key, d_line, to_line, d_scalars[0] * back, d_scalars[2] * (back / units[2]), first * grain,
-        ))  # fmt: skip
-    (key_a, to_a, line, to_line, decay_a, gain_a, first_kv) = parts[0]
-    (key_b, to_b, key_c, to_c, decay_b, gain_b, first_kk) = parts[1]
-    dk = torch.addcmul(_times(key_a, to_a, wide), key_b, to_b)
-    dk = torch.addcmul(dk, key_c, to_c, out=torch.empty(dk.shape, dtype=k.dtype, device=k.device))
-    if d_initial:
-        first_kk = (first_kk + first_kk.mT) / 2
-    d_ridge = -(y * solution).sum((0, 1))
-    d_scalars = torch.stack([decay_a + decay_b, gain_a + gain_b])
-    return y, dk, _times(line, to_line, v.dtype), d_scalars, d_ridge, first_kv, first_kk
+    target, slopes, weights = prepared.target(rows(do), scale)
+    y, _, _ = prepared.solve(target, max_iter, tol)
+    del target
+    prepared.low = prepared.M = None  # Memory for what comes.
+    return prepared.gradients(solution, y, slopes, weights, d_Hkv, d_Hkk, d_initial, narrow)

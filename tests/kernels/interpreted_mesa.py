@@ -5,7 +5,7 @@ import pytest
 import torch
 from linearize_kernels import linear_attn, mesa
 from linearize_kernels.conjugate import _Systems, recurrent_mesa
-from linearize_kernels.ridge import ROUGH, Prepared, forward
+from linearize_kernels.ridge import ROUGH, Prepared, backward, forward
 from tolerances import TOLERANCE, assert_close
 
 NAMES = ("q", "k", "v", "log_decay", "gain", "ridge", "Hkv", "Hkk", "add_to")
@@ -129,6 +129,27 @@ def test_the_residual_is_the_true_one_in_sixteen_bits(tol, limit, ridge):
     rows = systems.plan.split(x["q"].double())
     gap = (rows - systems.apply(systems.plan.split(solution.double()))).norm(dim=-1)
     assert float((gap / rows.norm(dim=-1).clamp_min(1e-30)).max()) <= limit
+
+
+@pytest.mark.parametrize("slope,value", [(1.0, 1e-4), (1e-9, 1.0), (1e9, 1e3)])
+def test_gradients_of_any_size_in_sixteen_bits(slope, value):
+    """Cotangents far outside float16's range, and values near the end of it; one chunk has no cotangent at all."""
+    x = inputs(150, (16, 16), torch.bfloat16, heads=2, groups=(1, 1, 2))
+    x["v"] = (x["v"].float() * value).bfloat16()
+    do = torch.randn(1, 150, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    do[:, 64:128] = 0
+    rows = [x[n] for n in NAMES[:6]]
+    solution = forward(*rows, None, None, None, None, 1.0, 100, 1e-4, False)[4]
+    got = backward(*rows[1:], None, None, None, solution, do, None, None, slope, 100, 1e-4, False)
+    leaves = [t.double().requires_grad_() for t in rows]
+    o, _ = recurrent_mesa(*leaves, slope)
+    want = torch.autograd.grad(o, leaves, do)
+    _, rows_limit, scalars = TOLERANCE["bfloat16 interpreted"]
+    limits = dict.fromkeys("qkv", rows_limit)
+    for name, a, b in zip(NAMES[:6], (*got[:3], *got[3], got[4]), want, strict=True):
+        assert torch.isfinite(a).all()
+        unit = b.abs().max()
+        assert_close(name, a.double() / unit, b / unit, limits.get(name, scalars))
 
 
 def test_float32():
