@@ -561,7 +561,9 @@ def lengths_kernel(
     slopes += place * C * (W + BK) + W
     tl.store(slopes + row[:, None] * (W + BK) + key[None, :], (slope * (-1.0 / size)[:, None]).to(work))
     weights += place * 2 * C + row
-    tl.store(weights, tl.load(weights) * length)
+    read = tl.load(weights)
+    tl.debug_barrier()
+    tl.store(weights, read * length)
     tl.store(weights + C, tl.where(row < count, size * length, 0.0))
 
 
@@ -600,18 +602,24 @@ def slope_kernel(
         S += tl.load(d_kk + at_kk, mask=in_kk, other=0.0).to(ACC)
         limit += tl.where(part == 0, tl.load(end_kv + line), tl.load(end_kk + line)).to(ACC)
     place = (tl.cast(chunk, tl.int64) + steps - 1) * H + head
+    queries += place * C * BK
+    slopes += place * C * (W + BK)
+    d_states += place * (W + BK) * BK
     for _ in range(0, steps):
-        rows = tl.load(queries + place * C * BK + row[:, None] * BK + key[None, :])
-        lines = tl.load(slopes + place * C * (W + BK) + row[None, :] * (W + BK) + column[:, None])
+        rows = tl.load(queries + row[:, None] * BK + key[None, :])
+        lines = tl.load(slopes + row[None, :] * (W + BK) + column[:, None])
         weight = tl.load(weights + (place * 2 + part) * C + row) * tl.load(gates + place * GATES * C + 3 * C + row)
         kept = tl.load(sizes + place * SIZES + 3)
         bound = tl.maximum(limit, TINY) * (1.0 / ROOM)
         tl.store(limits + place * 2 + part, bound)
         half = (S * (1.0 / bound)).to(d_states.dtype.element_ty)
-        tl.store(d_states + (place * (W + BK) + column[:, None]) * BK + key[None, :], half)
+        tl.store(d_states + column[:, None] * BK + key[None, :], half)
         S = written(S, lines, weight, rows, kept, False, ACC)
         limit = kept * limit + tl.sum(tl.abs(weight), axis=0)
         place -= H
+        queries -= H * C * BK
+        slopes -= H * C * (W + BK)
+        d_states -= H * (W + BK) * BK
     if INITIAL:
         tl.store(first_kv + at_kv, S, mask=in_kv)
         tl.store(first_kk + at_kk, S, mask=in_kk)
@@ -714,8 +722,8 @@ def pairs_kernel(
     d_sum -= tl.sum(products, axis=0)
     P = P * falling(gates, C) * tl.load(gates + 2 * C + row)[None, :]
     peak = largest(tl.max(tl.abs(P), axis=1))
-    square = place * C * C + row[:, None] * C + row[None, :]
-    tl.store(pairs + square, (P * (1.0 / peak)).to(work))
+    pairs += place * C * C
+    tl.store(pairs + row[:, None] * C + row[None, :], (P * (1.0 / peak)).to(work))
     tl.store(sums + place * 2, near)
     tl.store(sums + place * 2 + 1, peak)
     tl.store(d_scalars + row * H, d_sum, mask=real)
@@ -754,7 +762,8 @@ def keys_kernel(
     d_kk = d_states + W * BK
     limit_kv = tl.load(limits + place * 2)
     limit_kk = tl.load(limits + place * 2 + 1)
-    square = place * C * C + row[:, None] * C + row[None, :]
+    pairs += place * C * C
+    square = row[:, None] * C + row[None, :]
     pair_peak = tl.load(sums + place * 2 + 1)
     rows = tl.load(queries + row[:, None] * BK + key[None, :])
     keys = load_rows(k, k_token, row, count, K, BK).to(work)
@@ -785,14 +794,14 @@ def keys_kernel(
         d_key += dot(part, tl.load(pairs + square), ACC) * pair_peak
         at = row[None, :] * (H * K) + mine[:, None]
         tl.store(dk + at, d_key.to(dk.dtype.element_ty), mask=(mine < K)[:, None] & real[None, :])
-    d_write = tl.load(d_scalars + everything + row * H, mask=real, other=0.0)
-    tl.store(d_scalars + everything + row * H, d_write + leaving(gates, C) * stayed, mask=real)
+    d_write = tl.load(d_scalars + everything + row * H, mask=real, other=0.0) + leaving(gates, C) * stayed
     stayed *= tl.load(gates + 4 * C + row)
     d_sum = tl.load(d_scalars + row * H, mask=real, other=0.0) - stayed
     d_last = tl.sum(stayed, axis=0) + tl.load(gates + 4 * C - 1) * tl.load(sums + place * 2)
     d_decay = tl.sum(tl.where(row[:, None] >= row[None, :], d_sum[:, None], 0.0), axis=0) + d_last
     tl.debug_barrier()
     tl.store(d_scalars + row * H, d_decay, mask=real)
+    tl.store(d_scalars + everything + row * H, d_write, mask=real)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "k_group"])

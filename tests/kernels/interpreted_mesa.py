@@ -93,6 +93,10 @@ def test_packed_sequences_of_grouped_heads(groups):
     check(inputs(129, (5, 20), heads=2, groups=groups, sequences=4), bounds=bounds)
 
 
+def test_several_tiles_of_keys_and_of_values():
+    check(inputs(70, (72, 130), gain=0.1), (1e-9, 1e-8, 1e-8), tol=1e-11)
+
+
 def test_without_optional_arguments():
     x = inputs(65)
     check({n: t for n, t in x.items() if n not in ("log_decay", "Hkv", "Hkk", "add_to")})
