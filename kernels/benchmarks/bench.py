@@ -254,7 +254,8 @@ def moved_bytes(case: dict, kind: str) -> float:
     backward = {"delta": 4 * dim * dim / 64 * 3 + 14 * row + 2 * square, "statistics": 12 * row}
     backward["linear"] = backward["delta"]
     backward["centred"] = backward["delta"] + backward["statistics"]
-    backward["mesa"] = 2 * forward["mesa"] + 2 * 2 * backward["delta"]
+    # Rows of queries, keys and values and of what belongs to them, states and their cotangents, pairs of tokens.
+    backward["mesa"] = 39 * row + 13 * 2 * dim * dim / 64 + square
     total = forward[case["op"]] + (backward[case["op"]] if kind == "both" else 0)
     return work * (total + 64)
 
