@@ -882,7 +882,8 @@ def falling(gates, C: tl.constexpr):
 
 # K rounded up to a power of two -> (tile of columns of the states, warps, stages), warps of the inverse,
 # (tokens, tile of columns that are read, warps, largest number of registers) of the solve
-STATE = {32: (32, 4, 3), 64: (32, 4, 3), 128: (32, 8, 3)}
+STATE = {32: (32, 4, 3), 64: (32, 4, 3), 128: (32, 4, 3)}
+STATE_EXACT = STATE | {128: (32, 8, 3)}  # where Hkk is two numbers: 4 warps spill
 INVERT = {32: 4, 64: 4, 128: 8}
 SOLVE = {32: (16, 64, 4, 160), 64: (32, 64, 4, None), 128: (32, 128, 8, None)}
 EXACT = SOLVE | {128: (16, 128, 8, None)}  # where Hkk is two numbers
@@ -950,7 +951,7 @@ class Prepared:
             sizes, *starts, self.ridge, self.bounds, self.bases, chunks.offsets, chunks.cu_seqlens, *size,
             K=key_dim, BK=padded, INITIAL=Hkk is not None, num_warps=1, num_stages=1, **self.shared,
         )  # fmt: skip
-        tile, state_warps, stages = STATE[padded]
+        tile, state_warps, stages = (STATE_EXACT if self.split else STATE)[padded]
         tile, wide_dim = min(tile, padded, self.padded_value), self.padded_value
         square = chunks.count, heads, padded, padded
         self.high = k.new_empty(square, dtype=work)
