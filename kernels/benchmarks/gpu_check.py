@@ -1,15 +1,15 @@
 """Correctness, determinism and speed of the kernels on the GPU at hand.
 
     PYTHONPATH=kernels python kernels/benchmarks/gpu_check.py --out FILE [--skip timing] [--sweep] [--workers 12]
-        [--budget-seconds 900] [--dims 50,100]
+        [--budget-seconds 900] [--only mesa] [--dims 50,100]
 
 Stages come in the order of their importance, and so do the cases in each; what the budget does not reach is named in
 FILE. A case that fails or raises is recorded and stops nothing. Correctness cases run in worker processes, which also
 fill the compile cache. Timing: medians of CUDA-graph replays with a cold L2,
 beside flash-linear-attention where it can be imported. Its backward refuses Hopper with this Triton; for timing the
-guard is lifted, and its gradient errors are printed next to its times. `--sweep` times other launch tables. `--dims`
-runs the correctness cases of heads of these widths (keys, values) and nothing else. Results go to FILE after every
-stage.
+guard is lifted, and its gradient errors are printed next to its times. `--sweep` times other launch tables. `--only`
+and `--dims` run the correctness cases of one operator or of heads of these widths (keys, values), and nothing else.
+Results go to FILE after every stage.
 """
 
 from __future__ import annotations
@@ -291,6 +291,10 @@ def cases(quick: bool = False) -> list[dict]:
         first = cases(quick=True)
         return first + [case for case in all_cases() if case not in first]
     return [*operator_cases(True), *delta_cases(True)]
+
+
+def operator_name(case: dict) -> str:
+    return case.get("op", "statistics" if "statistics" in case else "delta")
 
 
 def all_cases() -> list[dict]:
@@ -813,16 +817,20 @@ def main() -> int:
     parser.add_argument(
         "--dims", action="append", type=widths, default=[], help="of keys and values, as 50,100: only their cases"
     )
+    parser.add_argument("--only", default="", help="operators whose name contains this text: only their cases")
     parser.add_argument("--sweep", action="store_true", help="time other launch tables as well")
     parser.add_argument("--quick", action="store_true", help="a small correctness grid, two shapes timed")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--budget-seconds", type=float, default=900.0, help="two thirds of it at most for correctness")
     arguments = parser.parse_args()
-    grid = cases(arguments.quick)
+    grid = [case for case in cases(arguments.quick) if arguments.only in operator_name(case)]
+    if not grid:
+        parser.error(f"--only: no case is of an operator named {arguments.only}")
     if arguments.dims:
         grid = [case for case in grid if case["dims"] in arguments.dims]
         if missing := [dims for dims in arguments.dims if all(case["dims"] != dims for case in grid)]:
             parser.error(f"--dims: no case has heads of {missing[0]} dims")
+    if arguments.dims or arguments.only:
         arguments.sweep, arguments.skip = False, [name for name in STAGE_NAMES if name != "correctness"]
     import triton
 
