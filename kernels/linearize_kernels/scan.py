@@ -218,6 +218,7 @@ def reverse_scan_kernel(
 SCAN = {32: (32, 4, 2), 64: (32, 4, 3), 128: (64, 4, 2), 256: (32, 8, 2)}
 SCAN_ADD = {**SCAN, 64: (32, 4, 2)}  # with add_to a third stage leaves no room for a second program
 STORE = {32: (32, 4, 2), 64: (32, 4, 3), 128: (64, 4, 3), 256: (32, 8, 2)}
+# Beyond 32 dims not one stage backwards: keys that go through registers gave wrong gradients on an H200 (50, 80, 112).
 REVERSE = {32: (32, 4, 1), 64: (32, 4, 3), 128: (64, 4, 2), 256: (32, 8, 2)}
 # The same for all three where so many programs of a narrower tile still run at once. A step of a chunk takes 1.6, 1.3
 # and 1.9 us instead of 2.5, 1.7 and 2.3 (H200, 128 dims, one program on each multiprocessor).

@@ -52,6 +52,12 @@ def test_no_table_of_gradients_has_the_tile_that_was_wrong_on_an_h200():
     assert all(launch[:2] != (32, 64) for launch in grads.GRADS.values())
 
 
+def test_no_table_of_the_reverse_scan_has_the_single_stage_that_was_wrong_on_an_h200():
+    from linearize_kernels import scan
+
+    assert all(stages > 1 for padded, (_, _, stages) in scan.REVERSE.items() if padded > 32)
+
+
 def test_the_verdict_refuses_spills_and_register_operands():
     fine = {"register_a": 0, "stack": 0, "shared": 1024, "registers": 100}
     assert compile_gate.verdict(fine, "bf16") is None
