@@ -11,7 +11,6 @@ import copy
 import ctypes
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +36,7 @@ from linearize.student import packed_documents
 from linearize.teacher import Teacher
 
 BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # tokens of calibration text that go through a layer at once
+MOVED_TOKENS = {"cpu": 1024, "cuda": 32768}  # the same of text that is only trained on
 PIECE_BYTES = 2**25  # of hidden states that every process sends at once
 
 
@@ -66,6 +66,7 @@ class Layerwise:
     def __post_init__(self) -> None:
         self.runner = self.teacher.runner(self.here.device, torch.float32)
         self.batch = BATCH_TOKENS[self.here.device.type]
+        self.moved = MOVED_TOKENS[self.here.device.type]
         self.shape = HeadShape.from_config(self.teacher.config)
         self.kept = getattr(torch, self.recipe.align.cache_dtype)  # format of the hidden states
         self.budget = states_budget(self.recipe.align.cache_bytes, self.here.device)  # bytes of them in memory
@@ -279,7 +280,7 @@ class Layerwise:
                 "this process has other text for the alignment than the first one",
                 fix="give all processes the same files",
             )
-        own = self.here.shares(len(rows), self._batch_rows(rows, self.batch))[self.here.rank]
+        own = self.here.shares(len(rows), self._batch_rows(rows, self.moved))[self.here.rank]
         budget, needed = self.budget, rows.tokens * self._token_bytes()
         # The copy of all rows, which is read in random order, has the first claim to memory that it fits into.
         budget -= needed if needed <= budget else 0
@@ -295,7 +296,7 @@ class Layerwise:
         rows, whole = self.text.alignment, None
         if self.here.rank == owner:
             whole = self._states(rows, self.budget - stream.teacher.in_memory)
-        shares = self.here.shares(len(rows), self._batch_rows(rows, self.batch))
+        shares = self.here.shares(len(rows), self._batch_rows(rows, self.moved))
         longest = max(share.stop - share.start for share in shares)
         step = max(1, PIECE_BYTES // (rows.context * self._token_bytes()))
         for start in range(0, longest, step):
@@ -374,18 +375,34 @@ class Layerwise:
         """Move a stream through layer i: the teacher's states through the layer, the student's through its own."""
         if stream is None:
             return
+        if stream.student is None:
+            self._move(i, layer, stream)
+            return
         softmax = layer.self_attn
         for part in self._batches(stream, self.batch):
             hidden = stream.teacher[part]
             kwargs, packed = self._kwargs(i, hidden, stream.rows.positions[part])
-            # Text that is only trained on has no student behind it; what is measured or fitted stays in fp32.
-            with half_precision(self.here.device) if stream.student is None else nullcontext():
-                stream.teacher[part] = layer(hidden, **kwargs)
-            if stream.student is not None:
-                if mixed is not None:
-                    layer.self_attn, kwargs = mixed, kwargs | packed
-                stream.student[part] = layer(stream.student[part], **kwargs)
-                layer.self_attn = softmax
+            stream.teacher[part] = layer(hidden, **kwargs)
+            if mixed is not None:
+                layer.self_attn, kwargs = mixed, kwargs | packed
+            stream.student[part] = layer(stream.student[part], **kwargs)
+            layer.self_attn = softmax
+
+    def _move(self, i: int, layer: nn.Module, stream: Stream) -> None:
+        """Move text that is only trained on; what is measured or fitted stays in fp32, and this does not."""
+        aside, replayed = Aside(self.here.device), self.here.device.type == "cuda"
+
+        @Replay
+        def through(hidden: Tensor, kwargs: dict) -> Tensor:
+            with half_precision(self.here.device):
+                return layer(hidden, **kwargs)
+
+        def given(part: slice) -> tuple[Tensor, dict]:
+            hidden = stream.teacher[part]
+            return hidden, self._kwargs(i, hidden, stream.rows.positions[part], replayed)[0]
+
+        for part in self._batches(stream, self.moved):
+            stream.teacher[part] = through(*aside(given, part))
 
     def _compare(self, heldout: Stream) -> dict:
         teacher, tokens = perplexity(self.runner, heldout.teacher, heldout.rows)

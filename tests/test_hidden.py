@@ -84,7 +84,8 @@ def test_states_are_compared_a_row_at_a_time(teacher_folder, tmp_path, monkeypat
         return found
 
     monkeypatch.setattr(HiddenStates, "__getitem__", spied)
-    monkeypatch.setitem(layerwise.BATCH_TOKENS, "cpu", 96)
+    for limit in (layerwise.BATCH_TOKENS, layerwise.MOVED_TOKENS):
+        monkeypatch.setitem(limit, "cpu", 96)
     run_convert(teacher_folder("llama"), tmp_path / "out", align_cache_bytes=0)
     assert max(read) == 96 < FAST["data.heldout_tokens"]
 

@@ -43,7 +43,7 @@ def job(command: list[str], environ: dict[str, str], stop: int | str, said: str)
     os.environ.update(environ)
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(said, "w")
-    layerwise.BATCH_TOKENS["cpu"] = BATCH
+    layerwise.BATCH_TOKENS["cpu"] = layerwise.MOVED_TOKENS["cpu"] = BATCH
     layerwise.PIECE_BYTES = 3 * 48 * 64 * 4  # three rows in fp32
     processes.BUCKET = 5000  # some weights are more, some less
     save, align = Trainer.save, Layerwise._align_saved
@@ -125,9 +125,9 @@ def close(one: Path, other: Path, tolerance: float = 2e-4) -> None:
 def small_batches():
     """What one process does, in the batches of many."""
     before = layerwise.BATCH_TOKENS["cpu"]
-    layerwise.BATCH_TOKENS["cpu"] = BATCH
+    layerwise.BATCH_TOKENS["cpu"] = layerwise.MOVED_TOKENS["cpu"] = BATCH
     yield
-    layerwise.BATCH_TOKENS["cpu"] = before
+    layerwise.BATCH_TOKENS["cpu"] = layerwise.MOVED_TOKENS["cpu"] = before
 
 
 @pytest.fixture(scope="module")
@@ -346,6 +346,9 @@ def test_all_that_waits_for_a_gpu_is_done_beside_the_step_before(second, monkeyp
         watched(type(job.runner), "layer_kwargs")
         steps = job._steps(0, layer, stream, 2)
         next(steps), next(steps)
+        assert read == [("__getitem__", True), ("layer_kwargs", True)] * 2
+        read.clear()
+        job._advance(0, layer, None, stream)  # three rows, two at once
     assert read == [("__getitem__", True), ("layer_kwargs", True)] * 2
 
 
