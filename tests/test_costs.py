@@ -215,10 +215,10 @@ def test_time_of_stage_1():
     alone, shared = small.align_seconds(8)
     # 64k tokens of calibration are twice what was measured; teacher and student of 36 layers move.
     assert alone == pytest.approx(27 * 8.0 + 131072 * (36 * 1e-5 + 27 * 2e-5 + 9 * 1e-5))
-    # 1221 batches of 16384 tokens, 153 for who has most of them; 27 layers in groups of 8; 7 others send their share.
-    assert shared == pytest.approx(153 * 16384 * 36 * 3e-6 + 4 * 20e6 * 4e-6 + 27 * 7 * 163.84 / 8 / 300)
+    # 611 batches of 32768 tokens, 77 for who has most of them; 27 layers in groups of 8; 7 others send their share.
+    assert shared == pytest.approx(77 * 32768 * 36 * 3e-6 + 4 * 20e6 * 4e-6 + 27 * 7 * 163.84 / 8 / 300)
     assert small.align_seconds(1)[1] == pytest.approx(20e6 * (36 * 3e-6 + 27 * 4e-6))
-    far = 20 * 16384 * 36 * 3e-6 + 20e6 * 4e-6 + 27 * 163.84 / 64 * (7 / 300 + 56 / 25)
+    far = 10 * 32768 * 36 * 3e-6 + 20e6 * 4e-6 + 27 * 163.84 / 64 * (7 / 300 + 56 / 25)
     assert small.align_seconds(64) == pytest.approx((alone, far))
 
 

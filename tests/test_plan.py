@@ -199,7 +199,7 @@ def test_hidden_states_of_several_processes_are_those_of_the_run(tmp_path, world
 
     run = Layerwise.__new__(Layerwise)
     run.here, run.recipe, run.kept, run.batch = Here(torch.device("cpu"), 0, world), recipe, torch.float32, 32
-    run.budget = budget
+    run.budget, run.moved = budget, 32
     run.text, run.run = SimpleNamespace(alignment=rows), SimpleNamespace(folder=tmp_path)
     run.runner = SimpleNamespace(
         config=SimpleNamespace(hidden_size=hidden), embed=lambda ids: torch.zeros(*ids.shape, hidden)

@@ -52,7 +52,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linearize.errors import UserError
-from linearize.layerwise import BATCH_TOKENS
+from linearize.layerwise import MOVED_TOKENS
 from linearize.plan import CHUNK, SEARCHED, States, hidden_states
 from linearize.recipe import Recipe
 
@@ -145,7 +145,7 @@ class Cost:
         move = self.layers * zero["move_softmax"] + self.of_all("move_converted", "move_softmax", zero)
         alone = self.converted * calibrate + (recipe.calibrate.tokens + recipe.data.heldout_tokens) * move
         tokens = recipe.align.tokens
-        share = min(tokens, math.ceil(math.ceil(tokens / BATCH_TOKENS["cuda"]) / gpus) * BATCH_TOKENS["cuda"])
+        share = min(tokens, math.ceil(math.ceil(tokens / MOVED_TOKENS["cuda"]) / gpus) * MOVED_TOKENS["cuda"])
         trained = math.ceil(self.converted / gpus) * tokens
         sent = self.states(gpus).copy / gpus * 1e-9  # by each of the others, for each layer
         gather = sent * ((min(gpus, NODE) - 1) / self.nvlink + max(0, gpus - NODE) / self.network)
