@@ -765,12 +765,7 @@ def keys_kernel(
     pairs += place * C * C
     square = row[:, None] * C + row[None, :]
     pair_peak = tl.load(sums + place * 2 + 1)
-    rows = tl.load(queries + row[:, None] * BK + key[None, :])
-    keys = load_rows(k, k_token, row, count, K, BK).to(work)
-    weight = tl.load(weights + C)
-    peak = largest(tl.abs(weight))
-    scores = dot(rows, tl.trans(keys), ACC) * falling(gates, C)
-    read = (scores * (weight * (1.0 / peak))[:, None]).to(work)
+    keys, read, peak = read_of(queries, k, k_token, weights + C, gates, count, K, BK, C, ACC)
     stayed = tl.zeros([C], dtype=ACC)
     for key0 in range(0, BK, KT):
         mine = key0 + tl.arange(0, KT)
@@ -820,7 +815,6 @@ def values_kernel(
         return
     first = tl.cast(first, tl.int64)
     place = tl.cast(line, tl.int64)
-    work = queries.dtype.element_ty
     row = tl.arange(0, C)
     key = tl.arange(0, BK)
     real = row < count
@@ -832,12 +826,7 @@ def values_kernel(
     gates += place * GATES * C
     d_states += place * (W + BK) * BK
     limit_kv = tl.load(limits + place * 2)
-    rows = tl.load(queries + row[:, None] * BK + key[None, :])
-    keys = load_rows(k, k_token, row, count, K, BK).to(work)
-    weight = tl.load(weights)
-    peak = largest(tl.abs(weight))
-    scores = dot(rows, tl.trans(keys), ACC) * falling(gates, C)
-    read = (scores * (weight * (1.0 / peak))[:, None]).to(work)
+    keys, read, peak = read_of(queries, k, k_token, weights, gates, count, K, BK, C, ACC)
     for value0 in range(0, W, BV):
         value = value0 + tl.arange(0, BV)
         d_line = dot(tl.load(d_states + value[:, None] * BK + key[None, :]), tl.trans(keys), ACC)
@@ -846,6 +835,20 @@ def values_kernel(
         d_line *= (tl.load(gates + 2 * C + row) * peak)[None, :]
         at = row[None, :] * (H * V) + value[:, None]
         tl.store(dv + at, d_line.to(dv.dtype.element_ty), mask=(value < V)[:, None] & real[None, :])
+
+
+@triton.jit
+def read_of(
+    queries, k, k_token, weights, gates, count, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr
+):
+    """Keys of a chunk; (Gam o (q* K^T)) by its weights over their largest, in the same type; and the largest."""
+    row = tl.arange(0, C)
+    rows = tl.load(queries + row[:, None] * BK + tl.arange(0, BK)[None, :])
+    keys = load_rows(k, k_token, row, count, K, BK).to(rows.dtype)
+    weight = tl.load(weights)
+    peak = largest(tl.abs(weight))
+    scores = dot(rows, tl.trans(keys), ACC) * falling(gates, C)
+    return keys, (scores * (weight * (1.0 / peak))[:, None]).to(rows.dtype), peak
 
 
 @triton.jit
