@@ -320,12 +320,15 @@ class Layerwise:
         for start in range(0, len(stream.rows), rows):
             yield slice(start, start + rows)
 
-    def _kwargs(self, i: int, hidden: Tensor, positions: Tensor, always: bool = False) -> tuple[dict, dict]:
-        """What the base model would hand layer i for these packed rows, and what a mixer needs beside it."""
+    def _given(
+        self, i: int, stream: Stream, part: slice | Tensor, always: bool = False
+    ) -> tuple[Tensor, dict, dict]:
+        """The teacher's states of some rows, what the base model would hand layer i, and what a mixer needs too."""
+        hidden, positions = stream.teacher[part], stream.rows.positions[part]
         reset, documents = packed_documents(positions, len(hidden), always=always)
         kwargs = self.runner.layer_kwargs(i, hidden, positions if reset is not None else None)
         reset = None if reset is None else reset.to(hidden.device)
-        return kwargs, {"mixer_reset": reset, "mixer_documents": documents}
+        return hidden, kwargs, {"mixer_reset": reset, "mixer_documents": documents}
 
     def _samples(self, i: int, layer: nn.Module, stream: Stream, batch: int) -> list[Sample]:
         if len(stream.rows) < 2:
@@ -336,8 +339,7 @@ class Layerwise:
             )
         samples = []
         for part in self._batches(stream, min(batch, stream.rows.tokens // 2)):
-            hidden = stream.teacher[part]
-            kwargs, packed = self._kwargs(i, hidden, stream.rows.positions[part])
+            hidden, kwargs, packed = self._given(i, stream, part)
             _, theirs = observe(layer, hidden, kwargs, attention_only=True)
             _, own = observe(layer, stream.student[part], kwargs, attention_only=True)
             segments = Segments(reset=packed["mixer_reset"], documents=packed["mixer_documents"])
@@ -356,16 +358,12 @@ class Layerwise:
                 _, seen = observe(layer, hidden, kwargs, attention_only=True)
             return seen.x, seen.output
 
-        def given(pick: Tensor) -> tuple[Tensor, dict, dict]:
-            hidden = stream.teacher[pick]
-            return hidden, *self._kwargs(i, hidden, stream.rows.positions[pick], replayed)
-
         while True:
             while len(order) < rows:
                 order = torch.cat([order, torch.randperm(len(stream.rows), generator=generator)])
             pick, order = order[:rows], order[rows:]
             # Rows that come from the host, or are picked by it, and masks of packed rows wait for the device.
-            hidden, kwargs, packed = aside(given, pick)
+            hidden, kwargs, packed = aside(self._given, i, stream, pick, replayed)
             x, target = look(hidden, kwargs)
             kwargs.pop("attention_mask", None)
             yield Step(x, target, kwargs | packed)
@@ -380,8 +378,7 @@ class Layerwise:
             return
         softmax = layer.self_attn
         for part in self._batches(stream, self.batch):
-            hidden = stream.teacher[part]
-            kwargs, packed = self._kwargs(i, hidden, stream.rows.positions[part])
+            hidden, kwargs, packed = self._given(i, stream, part)
             stream.teacher[part] = layer(hidden, **kwargs)
             if mixed is not None:
                 layer.self_attn, kwargs = mixed, kwargs | packed
@@ -397,12 +394,9 @@ class Layerwise:
             with half_precision(self.here.device):
                 return layer(hidden, **kwargs)
 
-        def given(part: slice) -> tuple[Tensor, dict]:
-            hidden = stream.teacher[part]
-            return hidden, self._kwargs(i, hidden, stream.rows.positions[part], replayed)[0]
-
         for part in self._batches(stream, self.moved):
-            stream.teacher[part] = through(*aside(given, part))
+            hidden, kwargs, _ = aside(self._given, i, stream, part, replayed)
+            stream.teacher[part] = through(hidden, kwargs)
 
     def _compare(self, heldout: Stream) -> dict:
         teacher, tokens = perplexity(self.runner, heldout.teacher, heldout.rows)
