@@ -176,6 +176,7 @@ def select_layers(teacher: Teacher, recipe: Recipe, here: Processes, run: RunSta
             "calibrate.context": options.context,
             "align.tokens": 0,
             "run.seed": recipe.run.seed + 3,
+            "data.positions": 0,  # measured as it will be read
         }
     )
     part, specs = run.part("select"), linear.mixer_specs(teacher.config.num_hidden_layers)

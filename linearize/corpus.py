@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from linearize.data import (
     RowSource,
     Source,
     documents,
+    moved,
     open_sources,
     pack_rows,
     parse_sources,
@@ -70,7 +71,19 @@ def prepare_text(teacher: Teacher, recipe: Recipe, here: Processes, run: RunStat
         except UserError as error:
             fix = "give more text, lower --calibrate-context, or --heldout-tokens 0 to compare on none"
             raise UserError(f"held-out text: {error.what}", value=error.value, fix=fix) from error
-    return Text(calibration, alignment, measured)
+    return Text(_moved(calibration, teacher, recipe), _moved(alignment, teacher, recipe), measured)
+
+
+def position_limit(teacher: Teacher, recipe: Recipe) -> int:
+    """Below which positions documents that are trained on lie."""
+    return min(recipe.data.positions, teacher.config.max_position_embeddings)
+
+
+def _moved(rows: Rows | None, teacher: Teacher, recipe: Recipe) -> Rows | None:
+    if rows is None:
+        return None
+    positions = moved(rows.ids, rows.positions, position_limit(teacher, recipe), recipe.run.seed)
+    return replace(rows, positions=positions)
 
 
 def sample_rows(
@@ -130,8 +143,7 @@ def training_streams(
             tokens = options.tokens if context == options.context else options.long_tokens
             sampled = sample_rows(teacher, recipe, math.ceil(share * tokens), context, here, run.folder, console)
         sources = open_sources(data.source, column=data.column, sampled=sampled)
-        return Loader(
-            sources, teacher.tokenizer, context, rows, seed=recipe.run.seed + 2, rank=here.rank, world=here.world
-        )
+        share = {"rank": here.rank, "world": here.world, "limit": position_limit(teacher, recipe)}
+        return Loader(sources, teacher.tokenizer, context, rows, seed=recipe.run.seed + 2, **share)
 
     return loader

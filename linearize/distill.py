@@ -137,7 +137,7 @@ class Comparison(nn.Module):
     def forward(
         self,
         ids: Tensor,
-        positions: Tensor | None,
+        positions: Tensor,
         target: Target,
         weight: float,
         measure: bool = False,
@@ -145,8 +145,7 @@ class Comparison(nn.Module):
     ) -> Tensor | dict[str, Tensor]:
         """ids, positions [B, T] -> weight * sum of the tokens' KL; with `measure` the sums that `measure` reports.
 
-        packed: what :func:`linearize.student.packed_documents` says of the positions, which are then None if no row is
-        packed.
+        packed: what :func:`linearize.student.packed_documents` says of the positions.
         """
         given = packed or {}
         hidden = self.student.model(input_ids=ids, position_ids=positions, use_cache=False, **given).last_hidden_state
@@ -316,9 +315,8 @@ class Trainer:
         averaged = self.here.world if self.split else 1
         for some_ids, some_positions in parts:
             packed = self._packed(some_positions)
-            if self.replays and packed["mixer_reset"] is None:
-                some_positions = None
-            total += self.descend(*tree_map(self._here, (some_ids, some_positions, averaged / tokens, packed)))
+            whole = self.replays and packed["mixer_reset"] is None
+            total += self.descend(*tree_map(self._here, (some_ids, some_positions, averaged / tokens, packed, whole)))
         if not self.split:
             # Not by DistributedDataParallel, whose hooks need the processor in every backward pass.
             self.here.add_up([weight.grad for weight in self.weights.values() if weight.grad is not None])
@@ -338,10 +336,12 @@ class Trainer:
     def _here(self, x):
         return x.to(self.here.device) if isinstance(x, Tensor) else x
 
-    def _descend(self, ids: Tensor, positions: Tensor | None, weight: float, packed: dict | None = None) -> Tensor:
-        """Add the gradients of these rows; returns their loss."""
+    def _descend(
+        self, ids: Tensor, positions: Tensor, weight: float, packed: dict | None = None, whole: bool = False
+    ) -> Tensor:
+        """Add the gradients of these rows, `whole` if each is one document; returns their loss."""
         # What is captured later is what runs plainly before.
-        with whole_rows(positions is None if self.replays else None):
+        with whole_rows(whole if self.replays else None):
             target = self.targets(ids, positions)
             with half_precision(self.here.device):
                 loss = self.module(ids, positions, target, weight, packed=packed)

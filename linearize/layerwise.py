@@ -326,7 +326,8 @@ class Layerwise:
         """The teacher's states of some rows, what the base model would hand layer i, and what a mixer needs too."""
         hidden, positions = stream.teacher[part], stream.rows.positions[part]
         reset, documents = packed_documents(positions, len(hidden), always=always)
-        kwargs = self.runner.layer_kwargs(i, hidden, positions if reset is not None else None)
+        told = reset is not None or bool(positions[:, 0].any())
+        kwargs = self.runner.layer_kwargs(i, hidden, positions if told else None)
         reset = None if reset is None else reset.to(hidden.device)
         return hidden, kwargs, {"mixer_reset": reset, "mixer_documents": documents}
 

@@ -204,6 +204,11 @@ class Data:
     self_batch: int = key(
         0, "Rows of that text made at once; 0 is what the memory holds. Other rows come of another number.", least=0
     )
+    positions: Count = key(
+        8192,
+        "Half of the training documents begin at random positions below this, as late in a text; 0: all at 0.",
+        least=0,
+    )
     heldout_tokens: Count = key(
         16_384,
         "Tokens of held-out text on which teacher and student are compared.",

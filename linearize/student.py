@@ -239,7 +239,7 @@ def prepare_inputs(module: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[
         if cache is not None or (wanted and kwargs.get("use_cache")):
             raise ValueError("packed documents (position_ids that restart) need use_cache=False and no cache")
         kwargs["use_cache"] = wanted = False
-    if mask is None and cache is None:
+    if mask is None and cache is None and documents is None:
         refuse_sharded_sequence(positions)
 
     if cache is None and wanted:

@@ -6,7 +6,7 @@ guess where one document ends and the next starts.
 
 from linearize.data.holdout import split_documents
 from linearize.data.loader import Batch, Loader
-from linearize.data.rows import Rows, content_hash, followed, pack_rows
+from linearize.data.rows import Rows, content_hash, followed, moved, pack_rows
 from linearize.data.sampling import sample_text, self_text
 from linearize.data.sources import (
     RowSource,
@@ -30,6 +30,7 @@ __all__ = [
     "content_hash",
     "documents",
     "followed",
+    "moved",
     "open_sources",
     "pack_rows",
     "parse_sources",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from linearize.data.rows import Packer, Rows, tokenised
+from linearize.data.rows import Packer, Rows, moved, tokenised
 from linearize.data.sources import BUNDLED, Filled, Place, Source, generator
 from linearize.errors import UserError
 
@@ -33,6 +33,7 @@ class Batch:
 class Loader:
     """Iterates over batches without end, in an order fixed by sources, tokenizer, context, rows and seed alone.
 
+    limit: documents begin at positions of their own below it, as :func:`linearize.data.moved` has it; 0: at 0.
     rows: rows of the global batch; process `rank` of `world` gets rows rank::world of it. Every process reads and
     tokenises the whole stream, so that the global batch is the same for every world size. A row holds text of one
     source; the sources share the rows of the run by their weights, exact to one row. Documents over one row are cut
@@ -53,6 +54,7 @@ class Loader:
         seed: int,
         rank: int = 0,
         world: int = 1,
+        limit: int = 0,
     ):
         if not sources:
             raise UserError("there is no data to train on", value="no sources", fix="name a data source")
@@ -63,6 +65,7 @@ class Loader:
             )  # fmt: skip
         Packer(context)  # refuses a context that is too short
         self.context, self.rows, self.seed, self.rank, self.world = context, rows, seed, rank, world
+        self.limit = limit
         self.step = 0
         tokenizer = copy.deepcopy(tokenizer)  # its own: another thread uses it, and a tokenizer serves one at a time
         self._tokenizer_hash = _tokenizer_hash(tokenizer)
@@ -94,9 +97,8 @@ class Loader:
             drawn[behind.index(max(behind))] += 1
         parts = [feed.take(count - feed.drawn) for feed, count in zip(self._feeds, drawn, strict=True)]
         order = torch.randperm(self.rows, generator=generator(self.seed, "batch", self.step))[self.rank :: self.world]
-        return Batch(
-            torch.cat([ids for ids, _ in parts])[order], torch.cat([positions for _, positions in parts])[order]
-        )
+        ids, positions = (torch.cat(tensors)[order] for tensors in zip(*parts, strict=True))
+        return Batch(ids, moved(ids, positions, self.limit, self.seed))
 
     def take(self, tokens: int) -> Rows:
         """The next `tokens` tokens, rounded up to whole batches, as Rows."""

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from linearize.data.holdout import cut
@@ -19,7 +20,8 @@ LONGEST_DOCUMENT = 1_000_000
 class Rows:
     """Packed token ids.
 
-    ids [N, context] int64; positions [N, context] int64, restarting at 0 at the start of every row and document;
+    ids [N, context] int64; positions [N, context] int64, restarting at the start of every row and document, at 0 where
+    rows are made;
     requested: how many tokens were asked for (None: all there are); dropped: how many tokens were read and filled no
     row.
     """
@@ -62,6 +64,50 @@ def followed(positions: torch.Tensor) -> torch.Tensor:
     follows = torch.zeros_like(positions, dtype=torch.bool)
     follows[:, :-1] = positions[:, 1:] == positions[:, :-1] + 1
     return follows
+
+
+def document_starts(positions: torch.Tensor) -> torch.Tensor:
+    """[N, T] positions -> [N, T] bool: the first token of every row and document."""
+    first = torch.ones_like(positions, dtype=torch.bool)
+    first[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    return first
+
+
+def moved(ids: torch.Tensor, positions: torch.Tensor, limit: int, seed: int) -> torch.Tensor:
+    """The same documents at other positions: ids and positions [N, T] -> positions [N, T], all below `limit`.
+
+    Half of the documents stay where they begin and the others begin anywhere, by a hash of `seed` and their tokens, so
+    that neither the order of rows nor the number of processes matters. With rotary embeddings that changes nothing for
+    a softmax layer, which sees differences of positions; a mixer whose write weights depend on the positions themselves
+    learns from short rows what holds in long ones. Rows that are not shorter than `limit` stay as they are.
+    """
+    room = limit - positions.shape[1]
+    if room <= 0 or not positions.numel():
+        return positions
+    first = document_starts(positions)
+    index = torch.arange(positions.shape[1]).expand_as(positions)
+    counted = index - torch.where(first, index, 0).cummax(1).values
+    place = np.flatnonzero(first.flatten().numpy())
+    tokens = ids.flatten().numpy().astype(np.uint64) ^ _mixed(counted.flatten().numpy().astype(np.uint64))
+    hashed = _mixed(np.add.reduceat(_mixed(tokens), place) + np.uint64(seed))
+    start = (hashed >> np.uint64(1)) % np.uint64(room + 1) * (hashed & np.uint64(1))
+    start = start.astype(np.int64)
+    size = np.diff(place, append=positions.numel())
+    while True:
+        # One that began where its neighbour in the row ends would be taken for its continuation.
+        joined = (start[1:] == start[:-1] + size[:-1]) & (place[1:] % positions.shape[1] > 0)
+        if not joined.any():
+            break
+        start[1:][joined] = 0
+    return counted + torch.from_numpy(start.repeat(size)).view_as(positions)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """A permutation of 64-bit integers that looks random: the output function of SplitMix64 (Steele et al., 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def content_hash(rows: Rows) -> str:
