@@ -225,7 +225,7 @@ def cases(dry: bool) -> Iterator[dict]:
     for op in ("linear", "statistics"):
         yield {"op": op, "group": 1, **main}
     for op in ("delta step", "centred step", "mesa step"):
-        for batch in (32, 128, 1):
+        for batch in (32, 128, 256, 1):
             yield {"op": op, "group": 1, "batch": batch, "tokens": 1, "heads": 16, "dim": 128}
     for batch, tokens, heads in SHAPES:
         for dim in (128, 64):
