@@ -289,7 +289,8 @@ class Trainer:
             weight_decay=0.0,
             fused=here.device.type == "cuda",
         )
-        self.tells = here.device.type == "cuda"
+        # Of several processes each must tell rows of moved documents from parts of a sequence that is split over them.
+        self.tells = here.device.type == "cuda" or here.world > 1
         # Weights that are split over processes, or targets that come from a disk, need the processor in between.
         self.replays = here.device.type == "cuda" and not self.split and not (options.top_k and options.cache)
         self.descend = Replay(self._descend, enabled=self.replays)
@@ -323,7 +324,7 @@ class Trainer:
         return float(total) / averaged
 
     def _packed(self, positions: Tensor) -> dict | None:
-        """What :func:`packed_documents` says of these rows, on the CPU; else every mixer asks the GPU about them."""
+        """What :func:`packed_documents` says of these rows; without it every mixer looks at them, on a GPU a wait."""
         if not self.tells:
             return None
         reset, documents = packed_documents(positions, len(positions), always=self.options.compile)

@@ -32,7 +32,7 @@ RECIPE_FLAGS = """
     --no-distill-checkpointing --distill-compile --no-distill-compile
     --distill-top-k --distill-cache --distill-shard --distill-save-minutes
     --distill-save-steps --distill-long-tokens --distill-long-context --distill-long-lr
-    --data --data-column --data-self-temperature --data-self-batch --heldout-tokens --sample
+    --data --data-column --data-self-temperature --data-self-batch --data-positions --heldout-tokens --sample
     --device --dtype --seed --log-to --max-shard-size --overwrite --json --quiet -q --verbose -v
 """
 RUN_FLAGS = "--seed --device --dtype --json --quiet -q --verbose -v --help -h"
