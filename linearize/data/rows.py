@@ -69,7 +69,7 @@ def followed(positions: torch.Tensor) -> torch.Tensor:
 def document_starts(positions: torch.Tensor) -> torch.Tensor:
     """[N, T] positions -> [N, T] bool: the first token of every row and document."""
     first = torch.ones_like(positions, dtype=torch.bool)
-    first[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    first[:, 1:] = ~followed(positions)[:, :-1]
     return first
 
 
