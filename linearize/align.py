@@ -1,6 +1,7 @@
 """Stage 1: one layer's mixer learns the teacher's attention output, on the teacher's inputs (layer by layer)."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from linearize.replay import Replay
 
 BETAS = (0.9, 0.95)
 CLIP = 1.0  # of the gradient's norm
+# A step whose loss is finite and whose gradient is not changes nothing; after so many in a row the weights are suspect.
+SKIPS = 3
 
 
 @dataclass
@@ -53,14 +56,15 @@ def align_layer(
     """Train a calibrated mixer for ``count`` steps; returns the loss of each, taken before its update.
 
     steps: an endless iterator of batches. All of the layer's attention trains, projections included, with weights in
-    fp32. progress is called with the tokens and the loss of each step. Raises UserError when the loss or a gradient
-    stops being finite, with the mixer as it was after the last good step.
+    fp32. progress is called with the tokens and the loss of each step. A step with a finite loss and a gradient that is
+    not finite is left out, with a warning. Raises UserError when the loss stops being finite, or SKIPS steps in a row
+    or all of them are left out, with the mixer as it was after the last good step.
     """
     mixed.train().requires_grad_(True)
     parameters = dict(mixed.named_parameters())
     fused = next(mixed.parameters()).device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters.values(), lr=options.lr, betas=BETAS, weight_decay=0.0, fused=fused)
-    losses = []
+    losses, skipped = [], 0
 
     @Replay
     def descend(x: Tensor, target: Tensor, kwargs: dict) -> Tensor:
@@ -80,12 +84,19 @@ def align_layer(
         if step + 1 < count:
             batch = next(steps)  # made while a GPU is busy with this one
         losses.append(float(loss))
-        if not (math.isfinite(losses[-1]) and torch.isfinite(norm)):
-            fix = "lower align.lr" if step else "the calibrated start is not usable: raise calibrate.tokens"
-            raise UserError(f"alignment of {name} diverged at step {step + 1}", value=f"loss {losses[-1]:g}", fix=fix)
+        sound = bool(torch.isfinite(norm))
+        skipped = 0 if sound else skipped + 1
+        if not math.isfinite(losses[-1]) or skipped == min(SKIPS, count):
+            good = step + 1 - max(skipped, 1)
+            fix = "lower align.lr" if good else "the calibrated start is not usable: raise calibrate.tokens"
+            value = f"loss {losses[-1]:g}, gradient {float(norm):g}"
+            raise UserError(f"alignment of {name} diverged at step {step + 1}", value=value, fix=fix)
         if step == 0:
             _check_gradients(parameters, name)
-        optimizer.step()
+        if sound:
+            optimizer.step()
+        else:
+            warnings.warn(f"alignment of {name}: the gradient of step {step + 1} is not finite: left out", stacklevel=2)
         optimizer.zero_grad(set_to_none=False)
         progress(tokens, losses[-1])
     optimizer.zero_grad(set_to_none=True)

@@ -163,6 +163,41 @@ def test_an_infinite_gradient_is_caught():
         align(mixed, 1)
 
 
+def align_with_bad_gradients(bad: set[int], count: int = 6) -> list[list[Tensor]]:
+    """The weights after every step, where those of `bad` have a finite loss and an infinite gradient."""
+    mixed, backwards, weights = mixed_layer("gdn"), itertools.count(), []
+
+    def spoil(grad: Tensor) -> Tensor:
+        return grad * float("inf") if next(backwards) in bad else grad
+
+    mixed.mixer.readout.mean.register_hook(spoil)
+
+    def remember(tokens: int, loss: float) -> None:
+        assert math.isfinite(loss)
+        weights.append([p.detach().clone() for p in mixed.parameters()])
+
+    steps = itertools.cycle([step for step, _ in batches()])
+    try:
+        align_layer(mixed, steps, count, OPTIONS, name="layer 7", progress=remember)
+    finally:
+        assert all(torch.equal(a, b) for a, b in zip(mixed.parameters(), weights[-1], strict=True))
+    return weights
+
+
+def test_a_step_without_a_finite_gradient_is_left_out_and_the_training_goes_on():
+    with pytest.warns(UserWarning) as told:
+        weights = align_with_bad_gradients({1, 3, 4})
+    assert [str(w.message).split("the gradient of ")[1].split(" is")[0] for w in told] == ["step 2", "step 4", "step 5"]
+    same = [all(map(torch.equal, *pair)) for pair in itertools.pairwise(weights)]
+    assert len(weights) == 6 and same == [True, False, True, True, False]
+    assert all(p.isfinite().all() for p in weights[-1])
+
+
+def test_several_such_steps_in_a_row_stop_the_training():
+    with pytest.warns(UserWarning, match="layer 7"), pytest.raises(UserError, match="layer 7 diverged at step 5"):
+        align_with_bad_gradients({2, 3, 4})
+
+
 def test_a_parameter_without_a_gradient_is_an_error():
     mixed = mixed_layer("gdn")
     mixed.register_parameter("spare", torch.nn.Parameter(torch.zeros(3)))

@@ -51,7 +51,9 @@ class _Systems:
 
     def solve(self, target: Tensor, max_iter: int, tol: float) -> tuple[Tensor, Tensor]:
         """(x with A x = target, |target - A x| / |target| per row)."""
-        size = target.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        # In two steps: squares of a short row underflow long before its entries do.
+        peak = target.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+        size = peak * (target / peak).norm(dim=-1, keepdim=True).clamp_min(1.0)
         target = target / size
         x = torch.zeros_like(target)
         rest = target

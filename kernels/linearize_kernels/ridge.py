@@ -56,6 +56,9 @@ SIZES: tl.constexpr = tl.constexpr(4)
 BOUNDS: tl.constexpr = tl.constexpr(3)
 TINY: tl.constexpr = tl.constexpr(1e-30)
 SMALL: tl.constexpr = tl.constexpr(1e-12)
+# Least length of a row that is brought to length 1; shorter ones stay shorter, and lose digits. The square root of a
+# GPU takes nothing below 1e-38: a row of 1e-20 has no length by its squares, and over TINY it is infinite in float16.
+SHORT: tl.constexpr = tl.constexpr(1e-18)
 ROOM: tl.constexpr = tl.constexpr(1024.0)  # largest entry of a state's cotangent as it is stored
 DEPTH: tl.constexpr = tl.constexpr(0.001)  # of a round of conjugate gradients with a rounded matrix
 # Least ratio of the mean eigenvalue of Hkk and the ridge, and least exp(g_last), of a chunk that is preconditioned.
@@ -113,7 +116,7 @@ def sizes_kernel(
     other = tl.sum(values.to(ACC) * values.to(ACC), axis=1)
     sizes += place * SIZES
     tl.store(sizes, tl.sum(tl.abs(late) * length, axis=0))
-    tl.store(sizes + 1, tl.sum(tl.abs(late) * tl.sqrt(length * other), axis=0))
+    tl.store(sizes + 1, tl.sum(tl.abs(late) * tl.sqrt(length) * tl.sqrt(other), axis=0))
     tl.store(sizes + 2, tl.max(tl.abs(write) * length, axis=0))
     tl.store(sizes + 3, tl.exp2(g_last + rest_last))
 
@@ -350,7 +353,7 @@ def solve_kernel(
     q += token[:, None] * q_token + key[None, :]
     tile = shown[:, None] & in_key[None, :]
     left = tl.load(q, mask=tile, other=0.0).to(ACC)
-    size = tl.maximum(tl.sqrt(tl.sum(left * left, axis=1)), TINY)
+    size = tl.maximum(tl.sqrt(tl.sum(left * left, axis=1)), SHORT)
     left = left * (1.0 / size)[:, None]
     square_left = tl.full([BT], 1.0, dtype=ACC)
     x = tl.zeros([BT, BK], dtype=ACC)
@@ -512,7 +515,7 @@ def target_kernel(
     k += batch * k_batch + first * k_token + tl.cast(head // k_group, tl.int64) * k_head
     v += batch * v_batch + first * v_token + tl.cast(head // v_group, tl.int64) * v_head
     rows = load_rows(do, o_token, token, count, V, BV).to(ACC)
-    length = tl.maximum(tl.sqrt(tl.sum(rows * rows, axis=1)), TINY)
+    length = tl.maximum(tl.sqrt(tl.sum(rows * rows, axis=1)), SHORT)
     half = (rows * (1.0 / length)[:, None]).to(work)
     at = place * C + token
     tl.store(slopes + at[:, None] * (BV + BK) + tl.arange(0, BV)[None, :], half)
@@ -554,8 +557,8 @@ def lengths_kernel(
         return
     if STORE:
         tl.store(d_query + from_here * K + inside, slope.to(d_query.dtype.element_ty), mask=real)
-    length = tl.maximum(tl.sqrt(tl.sum(found * found, axis=1)), TINY)
-    size = tl.maximum(tl.sqrt(tl.sum(slope * slope, axis=1)), TINY)
+    length = tl.maximum(tl.sqrt(tl.sum(found * found, axis=1)), SHORT)
+    size = tl.maximum(tl.sqrt(tl.sum(slope * slope, axis=1)), SHORT)
     work = queries.dtype.element_ty
     tl.store(queries + place * C * BK + row[:, None] * BK + key[None, :], (found * (1.0 / length)[:, None]).to(work))
     slopes += place * C * (W + BK) + W

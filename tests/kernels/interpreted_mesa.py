@@ -1,12 +1,14 @@
 """MesaNet's kernels in the interpreter; test_interpreted.py runs this file in a process of its own."""
 
 import interpreter  # noqa: F401
+import numpy as np
 import pytest
 import torch
 from linearize_kernels import linear_attn, mesa
 from linearize_kernels.conjugate import _Systems, recurrent_mesa
 from linearize_kernels.ridge import ROUGH, Prepared, backward, forward
 from tolerances import TOLERANCE, assert_close
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 NAMES = ("q", "k", "v", "log_decay", "gain", "ridge", "Hkv", "Hkk", "add_to")
 EXACT = (1e-10, 1e-9, 1e-9)
@@ -135,6 +137,22 @@ def test_the_residual_is_the_true_one_in_sixteen_bits(tol, limit, ridge):
     assert float((gap / rows.norm(dim=-1).clamp_min(1e-30)).max()) <= limit
 
 
+def check_gradients_in_sixteen_bits(x, do, scale=1.0):
+    """Against direct solves, relative to the largest entry of each."""
+    rows = [x[n] for n in NAMES[:6]]
+    solution = forward(*rows, None, None, None, None, 1.0, 100, 1e-4, False)[4]
+    got = backward(*rows[1:], None, None, None, solution, do, None, None, scale, 100, 1e-4, False)
+    leaves = [t.double().requires_grad_() for t in rows]
+    o, _ = recurrent_mesa(*leaves, scale)
+    want = torch.autograd.grad(o, leaves, do)
+    _, rows_limit, scalars = TOLERANCE["bfloat16 interpreted"]
+    limits = dict.fromkeys("qkv", rows_limit)
+    for name, a, b in zip(NAMES[:6], (*got[:3], *got[3], got[4]), want, strict=True):
+        assert torch.isfinite(a).all(), name
+        unit = b.abs().max()
+        assert_close(name, a.double() / unit, b / unit, limits.get(name, scalars))
+
+
 @pytest.mark.parametrize("slope,value", [(1.0, 1e-4), (1e-9, 1.0), (1e9, 1e3)])
 def test_gradients_of_any_size_in_sixteen_bits(slope, value):
     """Cotangents far outside float16's range, and values near the end of it; one chunk has no cotangent at all."""
@@ -142,18 +160,36 @@ def test_gradients_of_any_size_in_sixteen_bits(slope, value):
     x["v"] = (x["v"].float() * value).bfloat16()
     do = torch.randn(1, 150, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     do[:, 64:128] = 0
-    rows = [x[n] for n in NAMES[:6]]
-    solution = forward(*rows, None, None, None, None, 1.0, 100, 1e-4, False)[4]
-    got = backward(*rows[1:], None, None, None, solution, do, None, None, slope, 100, 1e-4, False)
-    leaves = [t.double().requires_grad_() for t in rows]
-    o, _ = recurrent_mesa(*leaves, slope)
-    want = torch.autograd.grad(o, leaves, do)
-    _, rows_limit, scalars = TOLERANCE["bfloat16 interpreted"]
-    limits = dict.fromkeys("qkv", rows_limit)
-    for name, a, b in zip(NAMES[:6], (*got[:3], *got[3], got[4]), want, strict=True):
-        assert torch.isfinite(a).all()
-        unit = b.abs().max()
-        assert_close(name, a.double() / unit, b / unit, limits.get(name, scalars))
+    check_gradients_in_sixteen_bits(x, do, slope)
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-20, None])
+@pytest.mark.parametrize("short", ["cotangents", "targets", "solutions"])
+def test_rows_whose_squares_underflow_have_gradients(short, size, monkeypatch):
+    """Cotangents dO, right sides dq* or solutions y that no sum of squares in float32 can tell the length of: all rows,
+
+    or (None) each by another power of ten, down to where nothing is left of them.
+    The second token of a document that begins with one token twice has next to no value less the mean before it.
+    """
+
+    def root(self, x):
+        """A GPU's: what is below the normal numbers is zero."""
+        flushed = np.where(x.data < np.finfo(np.float32).tiny, 0, x.data).astype(x.data.dtype)
+        return TensorHandle(np.sqrt(flushed), x.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_sqrt", root)
+    x = inputs(70, (16, 16), torch.bfloat16)
+    do = torch.randn(1, 70, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    small = 10.0 ** -(torch.arange(70.0, dtype=torch.float64) % 40)[:, None, None] if size is None else size
+    if short == "targets":
+        x["gain"] *= 1e-10
+        do *= 1e10 * small
+    elif short == "solutions":
+        x["q"], x["ridge"] = (1e10 * x["q"].float()).bfloat16(), 1e10 * x["ridge"]
+        do *= 1e10 * small
+    else:
+        do *= small
+    check_gradients_in_sixteen_bits(x, do)
 
 
 def test_float32():

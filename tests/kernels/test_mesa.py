@@ -71,6 +71,14 @@ def test_float32_is_as_exact_as_residual_and_condition_allow(tol):
             assert float(errors.max()) <= TOLERANCE["float32 on GPU"][0]
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e-24, 1e-28])
+def test_float32_solves_for_rows_whose_squares_underflow(size):
+    q, k, _, log_decay, gain, ridge, _, _ = (x.detach().float() for x in inputs(70))
+    found = [solve_queries(x, k, log_decay, gain, ridge, None, None, 300, 1e-6) for x in (q, q * size)]
+    assert float(found[1][1].max()) <= 2e-6
+    assert_close("solution", found[1][0] / size, found[0][0], TOLERANCE["float32 on GPU"][0])
+
+
 def test_no_tokens():
     q, k, v, log_decay, gain, ridge, Hkv, Hkk = inputs(0)
     o, final, residual = mesa(q, k, v, log_decay, gain, ridge, initial_state=(Hkv, Hkk), output_final_state=True)
