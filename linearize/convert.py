@@ -4,8 +4,7 @@ import functools
 import json
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import safetensors
@@ -27,7 +26,7 @@ from linearize.console import Console, format_count, format_seconds
 from linearize.corpus import Text, prepare_text, training_streams
 from linearize.data import Rows, content_hash
 from linearize.distill import STATE, Trainer, memory_needed, splits_weights
-from linearize.errors import UserError, memory_needed_by
+from linearize.errors import memory_for
 from linearize.evaluate import continue_text
 from linearize.layerwise import BATCH_TOKENS, Layerwise, aligned_lines
 from linearize.metrics import Metrics
@@ -67,7 +66,8 @@ def convert(model: str, out: Path, recipe: Recipe, console: Console) -> dict:
             if difference := _made_otherwise(record, teacher, recipe):
                 console.warn(f"{out} stays as it is, made from another command: {difference}")
         else:
-            with memory_for("--select-align-tokens or --align-batch-tokens; or name the layers in --keep-softmax"):
+            fix = "lower --select-align-tokens or --align-batch-tokens; or name the layers in --keep-softmax"
+            with memory_for(fix):
                 selection = select_layers(teacher, recipe, here, run, console)
             specs = recipe.mixer_specs(teacher.config.num_hidden_layers, selection and selection["kept"])
             record = _measure(plan, teacher, specs, selection, recipe, here, run, console)
@@ -101,10 +101,11 @@ def _measure(
         return saved[1]
     began = time.monotonic()
     with Metrics(run.out, recipe.run.log_to, writes=here.first) as metrics:
-        with memory_for("--align-batch-tokens, --calibrate-context or --calibrate-tokens"):
+        with memory_for("lower --align-batch-tokens, --calibrate-context or --calibrate-tokens"):
             text = prepare_text(teacher, recipe, here, run, console)
             layers, heldout = convert_layers(teacher, specs, recipe, text, here, run, metrics, console)
-        with memory_for("distill.micro_tokens; or set distill.checkpointing=true, distill.shard=full for several GPUs"):
+        fix = "lower distill.micro_tokens; or set distill.checkpointing=true, distill.shard=full for several GPUs"
+        with memory_for(fix):
             distilled = distil(teacher, specs, recipe, text.heldout, layers, here, run, metrics, console)
     record = {
         "linearize": __version__,
@@ -140,15 +141,6 @@ def _measure(
 def written_dtype(teacher: Teacher, recipe: Recipe) -> torch.dtype:
     """The number format of the checkpoint's weights, but for the mixers' own, which are fp32."""
     return teacher.dtype if recipe.run.dtype == "auto" else getattr(torch, recipe.run.dtype)
-
-
-@contextmanager
-def memory_for(fix: str) -> Iterator[None]:
-    """Turn running out of a GPU's memory into a UserError that says what to lower."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UserError("out of GPU memory", value=memory_needed_by(error), fix=f"lower {fix}") from error
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from linearize.data import (
     parse_sources,
     sample_text,
 )
-from linearize.errors import UserError
+from linearize.errors import UserError, memory_for
 from linearize.models import hushed
 from linearize.processes import Processes
 from linearize.recipe import Recipe
@@ -98,9 +98,14 @@ def sample_rows(
         model = teacher.family.causal_lm_class().from_pretrained(
             teacher.folder, dtype=dtype, attn_implementation=teacher.family.softmax
         )
-    with console.stage("sample text from the teacher", tokens / here.world) as bar:
+    with memory_for("the teacher is needed whole to make text: give other text with --data"):
+        model.to(here.device).eval()
+    fix = "lower data.self_batch"
+    if not recipe.data.self_batch:
+        fix = "set data.self_batch: 0 chooses as many rows as fit where nothing else is in memory"
+    with memory_for(fix), console.stage("sample text from the teacher", tokens / here.world) as bar:
         rows = sample_text(
-            model.to(here.device).eval(),
+            model,
             teacher.tokenizer,
             tokens,
             context,

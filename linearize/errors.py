@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def one_line(text: object) -> str:
@@ -45,6 +47,19 @@ class UsageError(UserError):
     """The command itself was wrong: an unknown flag, a value that does not parse, two flags that exclude each other."""
 
     exit_code = 2
+
+
+@contextmanager
+def memory_for(fix: str) -> Iterator[None]:
+    """Turn running out of memory into a UserError with that fix, unless something inside has named a nearer one."""
+    try:
+        yield
+    except Exception as error:
+        ours = isinstance(error, MemoryError)
+        if not ours and type(error).__name__ != "OutOfMemoryError":  # torch's, which is slow to import
+            raise
+        what = "out of memory" if ours else "out of GPU memory"
+        raise UserError(what, value=memory_needed_by(error), fix=fix) from error
 
 
 def _rebuild(kind: type[UserError], what: str, value: object, fix: str | None) -> UserError:

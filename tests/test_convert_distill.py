@@ -17,9 +17,9 @@ from conftest import teacher_model
 from test_convert import FAST, argv, run_convert, same_bits, tensors_of, weight_bytes
 from test_convert import one_thread as one_thread
 from test_convert_resume import before, check_stopped
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from linearize import align, cli
+from linearize import align, cli, corpus
 from linearize import distill as distill_module
 from linearize.console import Console
 from linearize.convert import convert
@@ -156,6 +156,35 @@ def test_out_of_memory_names_the_key(finished, tmp_path, capsys, monkeypatch):
     assert cli.run(argv(finished[0], tmp_path / "out", *FLAGS, "-q")) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: out of GPU memory (got '2.50 GiB more needed'): lower distill.micro_tokens")
+
+
+@pytest.mark.parametrize("stage", [0, 1], ids=["alignment", "distillation"])
+@pytest.mark.parametrize("batch", [4, 0])
+def test_out_of_memory_while_text_is_sampled_names_the_key(finished, tmp_path, capsys, monkeypatch, stage, batch):
+    def full(*args, **options):
+        if len(calls) == stage:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
+        calls.append(args)
+        return sample(*args, **options)
+
+    calls, sample = [], corpus.sample_text
+    monkeypatch.setattr(corpus, "sample_text", full)
+    more = ["--data", "self", "-s", f"data.self_batch={batch}", "--heldout-tokens", "0", "-q"]
+    assert cli.run(argv(finished[0], tmp_path / "out", *FLAGS, *more)) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    fix = "lower data.self_batch" if batch else "set data.self_batch: "
+    assert len(calls) == stage
+    assert error.startswith(f"error: out of GPU memory (got '2.50 GiB more needed'): {fix}")
+
+
+def test_a_teacher_too_large_to_sample_from(finished, tmp_path, capsys, monkeypatch):
+    def full(self, *args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(PreTrainedModel, "to", full)
+    assert cli.run(argv(finished[0], tmp_path / "out", *FLAGS, "--data", "self", "-q")) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: out of memory: ") and error.endswith("give other text with --data")
 
 
 def test_divergence_is_one_line(finished, tmp_path, capsys, monkeypatch):

@@ -128,6 +128,14 @@ def test_sampling_errors(model, tmp_path):
         self_text(broken, make_tokenizer(), 16, 8, batch_size=2)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_logit_that_is_not_finite_is_noticed(model, value):
+    broken = copy.deepcopy(model)
+    broken.lm_head.register_forward_hook(lambda head, args, logits: logits.index_fill(-1, torch.tensor([5]), value))
+    with pytest.raises(UserError, match="not finite"):
+        self_text(broken, make_tokenizer(), 16, 8, batch_size=2)
+
+
 def sampler_of(model, tokenizer, context, batch, temperature=1.0, graphs=False):
     prompt = _Prompt(model, tokenizer, next(model.parameters()).device)
     return _Sampler(model, prompt, context, batch, temperature, graphs)

@@ -209,9 +209,10 @@ class _Sampler:
         # Every draw is made for every row, needed or not: the stream of random numbers never depends on the text.
         pick = torch.randint(len(prompt.starts), position.shape, generator=self.generator, device=position.device)
         # One draw from the softmax by the exponential race: argmax of p/E with E ~ Exp(1). multinomial would wait.
-        # Clamped, for a 0 would win it whatever its p.
+        # Clamped, for a 0 would win it whatever its p. As few passes over [batch, vocabulary] as there can be.
         race = torch.empty_like(self.logits).exponential_(generator=self.generator).clamp_(min=2**-24).log_()
-        drawn = (self.logits / self.temperature).sub_(race).argmax(dim=-1)
+        scaled = self.logits if self.temperature == 1 else self.logits / self.temperature
+        drawn = torch.sub(scaled, race, out=race).argmax(dim=-1)
         token = torch.where(position > prompt.first_free, drawn, prompt.starts[pick])
         if prompt.bos is not None:
             token = token.masked_fill(position == 0, prompt.bos)
@@ -226,7 +227,8 @@ class _Sampler:
             use_cache=True,
         ).logits[:, -1]
         self.logits.copy_(logits)
-        self.finite.logical_and_(torch.isfinite(logits).all())
+        # What is not finite leaves no sum finite: one pass rather than the five of isfinite.
+        self.finite.logical_and_(torch.isfinite(logits.sum(-1, dtype=torch.float32)).all())
         ended = (token[:, None] == prompt.ends).any(dim=-1) & (position > prompt.first_free)
         position.add_(1).masked_fill_(ended, 0)
         self.slot.add_(1)
