@@ -158,6 +158,18 @@ def test_two_processes_are_one(alone, convert_with, tmp_path, shard):
 
 
 @pytest.mark.slow
+def test_two_processes_are_one_with_derived_mixers_too(teacher_folder, convert_with, tmp_path):
+    """Those read weights of their submodules directly, which split weights must be whole for."""
+    folder = teacher_folder("llama-tied")
+    changes = {"convert_mixer": "0=gdn,rest=deltanet", "convert_keep_softmax": "2-3", "align_order": "calibrate-first"}
+    record = run_convert(folder, tmp_path / "alone", **CHANGES | changes)
+    convert_with(2, folder, tmp_path / "out", **changes, distill_shard="full")
+    close(tmp_path / "alone", tmp_path / "out")
+    made = json.loads((tmp_path / "out/linearize.json").read_text())
+    assert made["distill"]["losses"] == pytest.approx(record["distill"]["losses"], rel=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, changes",
     [

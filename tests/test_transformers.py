@@ -69,12 +69,14 @@ def test_batched_left_padded_generation_is_each_row_alone(kind):
 
 @EVERY
 @torch.no_grad()
-def test_right_padded_scoring_without_a_mask(kind):
+def test_right_padded_scoring_with_and_without_a_mask(kind):
     """As lm-eval scores: the padding follows what counts."""
     model, ids = student(kind), text(2, 12)
-    padded = ids.clone()
-    padded[1, 7:] = 0
-    torch.testing.assert_close(model(padded).logits[1, :7], model(ids[1:, :7]).logits[0], **CLOSE)
+    padded, mask = ids.clone(), torch.ones_like(ids)
+    padded[1, 7:], mask[1, 7:] = 0, 0
+    want = model(ids[1:, :7]).logits[0]
+    for masked in (None, mask):
+        torch.testing.assert_close(model(padded, attention_mask=masked).logits[1, :7], want, **CLOSE)
 
 
 @EVERY
@@ -138,21 +140,23 @@ def test_position_ids_that_go_on_are_no_position_ids(kind):
     torch.testing.assert_close(torch.cat(pieces, 1), want, **CLOSE)
 
 
+@EVERY
 @pytest.mark.parametrize("request_", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 2}], ids=str)
-def test_decoding_that_rolls_back_is_refused_in_one_line(request_):
+def test_decoding_that_rolls_back_is_refused_in_one_line(kind, request_):
     request_ = {name: teacher_model("qwen2") if value is True else value for name, value in request_.items()}
     with pytest.raises(ValueError, match="stateful") as error:
-        student("gdn").generate(text(1, 5), max_new_tokens=4, **request_)
+        student(kind).generate(text(1, 5), max_new_tokens=4, **request_)
     assert "\n" not in str(error.value).strip()
 
 
+@EVERY
 @torch.no_grad()
-def test_the_decode_step_compiles_without_a_break():
+def test_the_decode_step_compiles_without_a_break(kind):
     """With a static cache, and twice only: the token count is a number first and a symbol from then on."""
     config = Qwen2Config(**SIZES | {"num_hidden_layers": 2})
     teacher = Qwen2ForCausalLM(config).eval()
     randomise(teacher, 0)
-    model, ids = make_student(teacher, {0: {"kind": "gdn"}}), text(1, 12)
+    model, ids = make_student(teacher, {0: {"kind": kind}}), text(1, 12)
     want = model(ids, use_cache=False).logits
     torch.compiler.reset()
     counters.clear()
@@ -215,9 +219,10 @@ def test_autocast_trains(kind):
     assert all(weight.grad.isfinite().all() for weight in model.parameters())
 
 
-def test_a_trainer_step(tmp_path):
+@EVERY
+def test_a_trainer_step(kind, tmp_path):
     """Every weight moves, the loss falls, and what the Trainer saves loads again."""
-    model = copy.deepcopy(student("gdn"))
+    model = copy.deepcopy(student(kind))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     rows = [{"input_ids": row, "labels": row} for row in text(4, 16)]
     arguments = TrainingArguments(
@@ -243,7 +248,7 @@ def test_a_trainer_step(tmp_path):
     assert all(torch.equal(weight, after[name]) for name, weight in again.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ("gdn", "gdn-native")])
+@EVERY
 def test_lora(kind, tmp_path):
     """Adapters on projections inside and outside of converted layers: train, save, load, merge."""
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'linearize[test]'")
