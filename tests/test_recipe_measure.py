@@ -1,18 +1,25 @@
 """recipes/measure.py and the ablations on a tiny model: what is written, and that a second call goes on."""
 
+import copy
 import json
 import math
+import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from conftest import generator, teacher_model
 from test_convert import FAST
 from test_convert_distill import SHORT
 from test_evaluate import DOCUMENTS, TASKS
 
 from linearize import distill, layerwise, models
 from linearize.errors import UserError
+from linearize.mixers import MIXERS, HeadShape, Sample, Segments, build_mixer
 from linearize.recipe import Recipe
 
 SCRIPT = Path(__file__).parents[1] / "recipes" / "measure.py"
@@ -116,6 +123,10 @@ def test_everything_is_measured_once_and_a_second_call_goes_on(measure, tasks, t
     mean = summary["mean accuracy of 9 tasks"]
     assert mean["student"] == pytest.approx(sum(row["student"] for row in rows) / 9)
     assert mean["student_stderr"] == pytest.approx(math.hypot(*(row["student_stderr"] for row in rows)) / 9)
+    word = found["evaluation"]["tasks"]["tasks"]["local_lambada"]["acc"]
+    ten = summary["mean accuracy of 10 tasks, LAMBADA among them"]
+    assert ten["student"] == pytest.approx((9 * mean["student"] + word["student"]) / 10)
+    assert ten["chance"] == pytest.approx(9 * mean["chance"] / 10) and word["chance"] == 0
     assert summary["LAMBADA perplexity ratio"] > 0 and summary["WikiText-2 word perplexity"]["ratio"] > 0
     check_what_is_written(found, tmp_path / "out")
     lines = capsys.readouterr().out
@@ -297,6 +308,10 @@ def test_arms_share_what_they_have_in_common(ablate, tmp_path, capsys):
     assert (lowest, highest) == ([min(pair) for pair in pairs], [max(pair) for pair in pairs])
     assert plot["main"]([str(tmp_path / "results.json"), str(tmp_path / "curve.png")]) == 0
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "the control's last loss " in capsys.readouterr().out
+    control = ([10, 20, 40], [3.0, 2.0, 1.5], [], [])
+    assert plot["reached"](([10, 20, 40], [2.0, 1.5, 1.0], [], []), control) == 0.5
+    assert plot["reached"](([10, 20, 40], [2.0, 1.9, 1.8], [], []), control) is None
 
     assert ablate("gdn", "--set=distill.lr=1e-4", code=1)[1] == 0
     assert "had another recipe" in capsys.readouterr().err
@@ -337,6 +352,107 @@ def test_every_arm_is_a_recipe(ablate):
     arms = ablate.script["ARMS"]
     for changes in arms.values():
         made = Recipe.resolve("smollm2-135m-gdn", [f"{key}={value}" for key, value in ablate.script["BASE"].items()])
-        changed = Recipe.resolve(None, flags={**{k: v for k, v in made.values().items()}, **changes})
+        with ablate.script["own_mixers"]():
+            changed = Recipe.resolve(None, flags={**{k: v for k, v in made.values().items()}, **changes})
         assert changed.fingerprint() != made.fingerprint() or changes == {}
     assert {name for group in ablate.script["GROUPS"].values() for name in group} >= set(arms)
+
+
+def test_arms_with_a_mixer_of_their_own_start_and_train_in_another_way(ablate):
+    known = dict(MIXERS)
+    names = ("gdn", "gates-tied", "tilt-0", "forgetting-0", "rope-dropped")
+    arms, aligned = ablate(",".join(names), "--set=distill.lr_mixer=1e-2")
+    assert aligned == 2 * len(names) and known == MIXERS
+    base, tied, *others = (arms[f"{name}@0"] for name in names)
+    assert not any("error" in arm for arm in arms.values())
+    # The gates have no effect before the first step of training.
+    first = [next(iter(arm["align_losses"].values()))[0] for arm in (base, tied, *others)]
+    assert first[0] == first[1] and tied["losses"] != base["losses"]
+    # The tiny teacher's heads choose to forget nothing anyway.
+    assert len({first[0], first[2], first[4]}) == 3
+
+
+@pytest.fixture
+def started(ablate):
+    """What a mixer of the script's own is after its start on random queries and keys, and its samples."""
+
+    def start(name: str):
+        shape = HeadShape(24, 4, 2, 8, 8)
+        samples = [sample_of(shape, seed) for seed in range(4)]
+        mixer = ablate.script[name](shape)
+        mixer.start(samples, 8**-0.5, 4)
+        return mixer
+
+    return start
+
+
+def sample_of(shape: HeadShape, seed: int) -> Sample:
+    draw = generator(seed)
+    x, output = (torch.randn(2, 24, shape.hidden, generator=draw) for _ in range(2))
+    # Queries with a mean, so that a tilt is worth something; values that recent tokens decide.
+    q = torch.randn(2, 24, shape.q_heads, shape.key_dim, generator=draw) + 2
+    k, v = (torch.randn(2, 24, shape.kv_heads, shape.key_dim, generator=draw) for _ in range(2))
+    mask = torch.ones(24, 24, dtype=torch.bool).tril().triu(-4)
+    keys, values = (rows.repeat_interleave(shape.group, 2).transpose(1, 2) for rows in (k, v))
+    heads = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2)
+    return Sample(x, q, k, v, heads, output, Segments())
+
+
+@torch.no_grad()
+def test_a_start_without_tilt_or_forgetting(started):
+    decays = [-F.softplus(started(name).gates.bias[-4:]) for name in ("GDN", "Unforgetting")]
+    assert (decays[0] < -0.02).any() and (decays[1] > -0.001).all()
+    assert started("GDN").reference.norm() > 1
+    untilted = started("Untilted")
+    assert not untilted.reference.any() and not untilted.readout.scale_reference.any()
+
+
+@torch.no_grad()
+def test_tied_gates_are_those_of_the_write_strength(started):
+    sample = sample_of(HeadShape(24, 4, 2, 8, 8), 9)
+    outputs = {}
+    for name in ("GDN", "Tied"):
+        mixer = started(name)
+        arguments = (sample.x, sample.q, sample.k, sample.v, 8**-0.5)
+        before, _ = mixer(*arguments, segments=sample.segments)
+        mixer.gates.weight[:8].normal_(generator=generator(1))
+        after, _ = mixer(*arguments, segments=sample.segments)
+        outputs[name] = before, after
+    assert torch.equal(outputs["GDN"][0], outputs["Tied"][0])
+    assert torch.equal(*outputs["Tied"]) and not torch.allclose(*outputs["GDN"], atol=1e-3)
+
+
+@torch.no_grad()
+def test_queries_and_keys_without_rope(ablate):
+    """Such a layer does not know where its tokens are, and starts from what its attention gives without RoPE."""
+    model = copy.deepcopy(teacher_model("llama"))
+    layer = model.model.layers[0].self_attn
+    shape = HeadShape.from_config(model.config)
+    with ablate.script["own_mixers"]():
+        mixed = build_mixer(copy.deepcopy(layer), {"kind": "gdn-unrotated"}, 0, shape)
+    x = torch.randn(2, 12, shape.hidden, generator=generator(0))
+    plain = torch.arange(12).expand(2, -1)
+    one, other = (mixed(x, position_embeddings=model.model.rotary_emb(x, at))[0] for at in (plain, plain**2))
+    assert torch.equal(one, other)
+    q, k = (projection(x).unflatten(-1, (-1, shape.key_dim)) for projection in (layer.q_proj, layer.k_proj))
+    given = Sample(x, q + 1, k + 1, k, q, x, Segments())
+    found = mixed.mixer.again(given)
+    torch.testing.assert_close((found.q, found.k), (q, k))
+    assert found.heads is given.heads
+
+
+# ---- throughput -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_in_the_results_has_every_option():
+    """Parsed again it is what was asked for, whatever that was; the committed ones have all options too."""
+    folder = SCRIPT.parent / "smollm2-135m-throughput"
+    script = runpy.run_path(str(folder / "measure.py"))
+    asked = ["MODEL", "--data", "...", "--out", "x", "--device", "cuda", "--sample-batch", "7", "--align-tokens", "9"]
+    asked += ["--set", "distill.compile=true", "--set", "data.source=a b"]
+    made = script["arguments"](asked)
+    text = script["command_of"](made)
+    assert script["arguments"]([*shlex.split(text)[1:], "--out", "x"]).__dict__ == made.__dict__ | {"out": Path("x")}
+    options = set(re.findall(r"--[a-z-]+", text))
+    for arm in json.loads((folder / "results.json").read_text()).values():
+        assert options == set(re.findall(r"--[a-z-]+", arm["command"]))

@@ -14,6 +14,8 @@ is used up. Arms that differ only in distillation share calibration and alignmen
 """
 
 import argparse
+import contextlib
+import dataclasses
 import hashlib
 import json
 import shlex
@@ -21,11 +23,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import transformers
 
+from linearize import recipe as recipes
 from linearize.assemble import assemble, fill
 from linearize.checkpoint import RunState, atomic_write_text, read_object
 from linearize.console import Console, plain
@@ -35,6 +40,8 @@ from linearize.data import Rows, open_sources
 from linearize.distill import Trainer
 from linearize.errors import UserError
 from linearize.metrics import Metrics
+from linearize.mixers import MIXERS, fit
+from linearize.mixers.gdn import GDN
 from linearize.models import free_memory
 from linearize.processes import Processes, device_name, pick_device
 from linearize.recipe import Recipe
@@ -57,6 +64,11 @@ ARMS: dict[str, dict[str, str]] = {
     "gdn": {},
     "gdn-standard": {"convert.mixer": "gdn-standard"},
     "vala": {"convert.mixer": "vala"},
+    # one choice of the start or of the gates taken back
+    "gates-tied": {"convert.mixer": "gdn-tied"},
+    "tilt-0": {"convert.mixer": "gdn-untilted"},
+    "forgetting-0": {"convert.mixer": "gdn-unforgetting"},
+    "rope-dropped": {"convert.mixer": "gdn-unrotated"},
     # learning rates, around the base's 2e-4 and 1e-3
     "lr-5e-5": {"distill.lr": "5e-5"},
     "lr-8e-4": {"distill.lr": "8e-4"},
@@ -87,6 +99,7 @@ SHARES = {f"share-{percent}": percent / 100 for percent in (0, 25, 50, 75)}  # o
 GROUPS: dict[str, list[str]] = {
     "control": [f"{arm}@{seed}" for seed in (0, 1, 2) for arm in ("gdn", "gdn-standard")],
     "start": ["gdn", "gdn-standard", "vala"],
+    "derivation": ["gdn", "gates-tied", "tilt-0", "forgetting-0", "rope-dropped"],
     "rates": ["gdn", "lr-5e-5", "lr-8e-4", "lr-mixer-2.5e-4", "lr-mixer-4e-3"],
     "shares": ["gdn", *SHARES],
     "context": ["gdn", "context-512", "context-2048"],
@@ -118,12 +131,91 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, own_mixers():
             Ablation(args, args.work or Path(folder)).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+# ---- mixers that only arms have -------------------------------------------------------------------------------------
+
+
+class Tied(GDN):
+    """Decay and erase as the expansion has them, alpha_t = 1 - b_t: only write and forgetting depend on the data."""
+
+    kind = "gdn-tied"
+
+    def arguments(self, gap, k, v, writes, gates, scale):
+        return super().arguments(gap, k, v, writes, [torch.zeros_like(gate) for gate in gates], scale)
+
+
+class Untilted(GDN):
+    """Started at r = 0, in all running means; r trains as it does otherwise."""
+
+    kind = "gdn-untilted"
+
+    def start(self, samples, scale, select):
+        with patch.multiple(fit, TILTS=(0.0,), FIRST_ORDER_TILTS=(0.0,)):
+            return super().start(samples, scale, select)
+
+
+class Unforgetting(GDN):
+    """Started at the largest lambda in the memory and its means; the other time scales choose theirs."""
+
+    kind = "gdn-unforgetting"
+
+    def start(self, samples, scale, select):
+        with patch.multiple(fit, FIRST_ORDER_DECAYS=fit.DECAYS[:1]):
+            return super().start(samples, scale, select)
+
+
+class Unrotated(GDN):
+    """Queries and keys without RoPE."""
+
+    kind = "gdn-unrotated"
+
+    def adopt(self, attn):
+        attn.register_forward_pre_hook(unrotated, with_kwargs=True)
+        self.__dict__["attn"] = attn  # not a submodule: its weights are the layer's
+
+    def start(self, samples, scale, select):
+        # In place, for the output projection is fitted on these samples next.
+        samples[:] = [self.again(sample) for sample in samples]
+        return super().start(samples, scale, select)
+
+    def again(self, sample):
+        """The sample with the queries and keys that the attention gives without RoPE."""
+        seen = {}
+
+        def core(q, k, v, scale):
+            seen.update(q=q, k=k)
+            return q
+
+        angles = sample.x.new_zeros(2, 1, sample.x.shape[1], self.shape.key_dim).unbind()
+        kwargs = {"attention_mask": None, "cache": None, "position_ids": None, "mixer_core": core}
+        self.attn(sample.x, position_embeddings=angles, **kwargs)
+        return dataclasses.replace(sample, **seen)
+
+
+def unrotated(attn, args, kwargs):
+    """A hook before an attention module: every angle is 0."""
+    cos, sin = kwargs["position_embeddings"]
+    return args, kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+
+
+@contextlib.contextmanager
+def own_mixers() -> Iterator[None]:
+    """Inside, recipes and students know these mixers too."""
+    own = {cls.kind: cls for cls in (Tied, Untilted, Unforgetting, Unrotated)}
+    options = dict.fromkeys(own, recipes.READOUT)
+    with patch.dict(MIXERS, own), patch.dict(recipes.MIXER_OPTIONS, options):
+        with patch.object(recipes, "MIXER_KINDS", tuple(recipes.MIXER_OPTIONS)):
+            yield
+
+
+# ---- arms -----------------------------------------------------------------------------------------------------------
 
 
 def chosen(names: str) -> list[tuple[str, int]]:

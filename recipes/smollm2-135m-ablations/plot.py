@@ -3,7 +3,8 @@
     python recipes/smollm2-135m-ablations/plot.py results.json curve.png
 
 results.json: what ablate.py wrote with --arms control. A line is the mean over the seeds, the band their range; both
-axes are logarithmic, and losses are means of steps over equal stretches of the axis. Needs linearize[plots].
+axes are logarithmic, and losses are means of steps over equal stretches of the axis. Prints with how many of the
+control's tokens the derived start is at the control's last loss. Needs linearize[plots].
 """
 
 import json
@@ -32,7 +33,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {source} has not both of {', '.join(SHOWN)}", file=sys.stderr)
         return 1
     atomic_write_bytes(Path(target), plots.png(draw(found)))
+    share = reached(*found.values())
+    print(
+        f"the control's last loss with {share:.0%} of its tokens" if share else "the control's last loss is not reached"
+    )
     return 0
+
+
+def reached(ours: Curve, control: Curve) -> float | None:
+    """Share of the control's tokens after which our mean loss is at most its last one; None if it never is."""
+    tokens = next((at for at, loss in zip(*ours[:2], strict=True) if loss <= control[1][-1]), None)
+    return None if tokens is None else tokens / control[0][-1]
 
 
 def runs(results: dict, arm: str) -> list[dict]:

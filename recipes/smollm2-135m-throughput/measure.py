@@ -4,13 +4,14 @@
 
 Converts MODEL with a short alignment and a short distillation on --data and takes tokens/s from what they record; then
 times the parts of one distillation step (teacher, student forward, student forward and backward with the loss, mixers,
-optimizer) on one process's rows; then samples `self` text. Times are medians after a warm-up, with the device drained.
+optimizer) on one process's rows, and samples `self` text. Times are medians after a warm-up, with the device drained.
 --set changes keys of the recipe, distill.compile=true for one. Results are added to the file under the name --arm.
 """
 
 import argparse
 import functools
 import json
+import shlex
 import statistics
 import tempfile
 import time
@@ -34,7 +35,7 @@ from linearize.student import packed_documents
 from linearize.teacher import open_teacher
 
 
-def main() -> None:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
@@ -50,13 +51,26 @@ def main() -> None:
     parser.add_argument("--arm", default="plain")
     parser.add_argument("--sample-tokens", type=int, default=2_000_000, help="0 samples none")
     parser.add_argument("--sample-batch", type=int, default=1024)
-    args = parser.parse_args()
+    parser.add_argument("--only-sample", action="store_true", help="convert nothing, time no step")
+    return parser.parse_args(argv)
+
+
+def command_of(args: argparse.Namespace) -> str:
+    """The command with all that decides a figure, defaults too."""
+    given = {name: value for name, value in vars(args).items() if name not in ("model", "out", "data", "arm", "set")}
+    switch = given.pop("only_sample")
+    words = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items()]
+    words += ["--only-sample"] * switch
+    words += [f"--set {shlex.quote(setting)}" for setting in args.set]
+    return " ".join(["measure.py MODEL --data ...", *words])
+
+
+def main() -> None:
+    args = arguments()
     gpu = args.device.startswith("cuda")
-    settings = "".join(f" --set {setting}" for setting in args.set)
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     results[args.arm] = arm = {
-        "command": f"measure.py MODEL --data ... --device {args.device} --mixer {args.mixer} --context {args.context} "
-        f"--batch-tokens {args.batch_tokens} --micro-tokens {args.micro_tokens} --steps {args.steps}{settings}",
+        "command": command_of(args),
         "device": device_name(torch.device(args.device)),
         "torch": torch.__version__,
     }
@@ -67,23 +81,24 @@ def main() -> None:
         print(name, json.dumps(value), flush=True)
 
     teacher = open_teacher(args.model)
+    load = functools.partial(teacher.family.causal_lm_class().from_pretrained, teacher.folder)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         recipe = recipe_of(args)
-        keep("stages", stages(args, recipe, out))
-        student = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(args.device)
-        dtype = torch.bfloat16 if gpu else torch.float32
-        load = teacher.family.causal_lm_class().from_pretrained
-        model = load(teacher.folder, dtype=dtype).to(args.device).eval().requires_grad_(False)
+        if not args.only_sample:
+            keep("stages", stages(args, recipe, out))
+        model = load(dtype=torch.bfloat16 if gpu else torch.float32).to(args.device).eval().requires_grad_(False)
         if args.sample_tokens:
             keep("self", sampling(args, teacher, model))
-        for either in (student, model):  # as the trainer has them
-            either.config._attn_implementation = attention(teacher.family.softmax)
-        keep("step_milliseconds", parts(args, recipe, student, model))
+        if not args.only_sample:
+            student = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(args.device)
+            for either in (student, model):  # as the trainer has them
+                either.config._attn_implementation = attention(teacher.family.softmax)
+            keep("step_milliseconds", parts(args, recipe, student, model))
 
 
 def sampling(args: argparse.Namespace, teacher, model) -> dict:
-    began = time.monotonic()
+    began, told = time.monotonic(), []
     rows = self_text(
         model,
         teacher.tokenizer,
@@ -91,6 +106,7 @@ def sampling(args: argparse.Namespace, teacher, model) -> dict:
         args.context,
         batch_size=args.sample_batch,
         device=args.device,
+        progress=lambda tokens: told.append(time.monotonic()),
     )
     made = rows.tokens
     drain(args.device)
@@ -99,6 +115,7 @@ def sampling(args: argparse.Namespace, teacher, model) -> dict:
         "tokens": made,
         "rows_at_once": args.sample_batch,
         "seconds": round(seconds, 2),
+        "seconds_to_the_first": round(told[0] - began, 2),  # of them: caches and graphs are made once
         "tokens_per_second": round(made / seconds),
     }
 
