@@ -16,7 +16,8 @@ from linearize.replay import Replay
 
 BETAS = (0.9, 0.95)
 CLIP = 1.0  # of the gradient's norm
-# A step whose loss is finite and whose gradient is not changes nothing; after so many in a row the weights are suspect.
+# A step whose loss is finite and whose gradient is not changes nothing; after so many in a row, or a tenth of all,
+# the weights are suspect.
 SKIPS = 3
 
 
@@ -57,14 +58,14 @@ def align_layer(
 
     steps: an endless iterator of batches. All of the layer's attention trains, projections included, with weights in
     fp32. progress is called with the tokens and the loss of each step. A step with a finite loss and a gradient that is
-    not finite is left out, with a warning. Raises UserError when the loss stops being finite, or SKIPS steps in a row
-    or all of them are left out, with the mixer as it was after the last good step.
+    not finite is left out, with a warning. Raises UserError when the loss stops being finite, or so many steps in a row
+    as SKIPS says, with the mixer as it was after the last good step.
     """
     mixed.train().requires_grad_(True)
     parameters = dict(mixed.named_parameters())
     fused = next(mixed.parameters()).device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters.values(), lr=options.lr, betas=BETAS, weight_decay=0.0, fused=fused)
-    losses, skipped = [], 0
+    losses, skipped, most = [], 0, max(1, min(SKIPS, count // 10))
 
     @Replay
     def descend(x: Tensor, target: Tensor, kwargs: dict) -> Tensor:
@@ -86,7 +87,7 @@ def align_layer(
         losses.append(float(loss))
         sound = bool(torch.isfinite(norm))
         skipped = 0 if sound else skipped + 1
-        if not math.isfinite(losses[-1]) or skipped == min(SKIPS, count):
+        if not math.isfinite(losses[-1]) or skipped == most:
             good = step + 1 - max(skipped, 1)
             fix = "lower align.lr" if good else "the calibrated start is not usable: raise calibrate.tokens"
             value = f"loss {losses[-1]:g}, gradient {float(norm):g}"

@@ -43,24 +43,31 @@ class _Systems:
 
         self.state, _ = plan.scan(state.to(dtype), step, self.reach[..., -1:, :], fresh)
         start = self.state + torch.diag_embed(self.ridge[:, 0])
-        # cholesky_ex: a row that is NaN stays NaN by itself, where cholesky would stop all of them.
-        self.inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(start).L)
+        # cholesky_ex: a row that is NaN stays NaN by itself, where cholesky would stop all of them. Where the ridge is
+        # lost in the rounding of long keys the matrix may not be definite, and its diagonal has to do.
+        factor, failed = torch.linalg.cholesky_ex(start)
+        rough = torch.diag_embed(start.diagonal(dim1=-2, dim2=-1).sqrt())
+        self.inverse = torch.cholesky_inverse(torch.where(failed[..., None, None] > 0, rough, factor))
 
     def apply(self, p: Tensor) -> Tensor:
         return ((p @ self.keys.mT) * self.weights) @ self.keys + self.reach * (p @ self.state) + self.ridge * p
 
     def solve(self, target: Tensor, max_iter: int, tol: float) -> tuple[Tensor, Tensor]:
-        """(x with A x = target, |target - A x| / |target| per row)."""
+        """(x with A x = target, |target - A x| / |target| per row): of every row the nearest there was, whose last may be
+        far from it where rounding is all that is left of the matrix."""
         # In two steps: squares of a short row underflow long before its entries do.
         peak = target.abs().amax(-1, keepdim=True).clamp_min(1e-30)
         size = peak * (target / peak).norm(dim=-1, keepdim=True).clamp_min(1.0)
         target = target / size
-        x = torch.zeros_like(target)
+        x = found = torch.zeros_like(target)
         rest = target
+        least = torch.full_like(size, torch.inf)
         z = rest @ self.inverse
         p, rz = z, (rest * z).sum(-1, keepdim=True)
-        for _ in range(max_iter if target.numel() else 0):
-            if float(rest.norm(dim=-1).max()) <= tol:
+        for i in range(max_iter + 1 if target.numel() else 0):
+            gap = rest.norm(dim=-1, keepdim=True)
+            found, least = torch.where(gap < least, x, found), torch.where(gap < least, gap, least)
+            if i == max_iter or float(least.max()) <= tol:
                 break
             Ap = self.apply(p)
             curvature = (p * Ap).sum(-1, keepdim=True)
@@ -73,7 +80,7 @@ class _Systems:
             new = (rest * z).sum(-1, keepdim=True)
             p = z + new / rz.clamp_min(1e-30) * p
             rz = new
-        return x * size, (target - self.apply(x)).norm(dim=-1)
+        return found * size, (target - self.apply(found)).norm(dim=-1)
 
 
 class _Solve(torch.autograd.Function):

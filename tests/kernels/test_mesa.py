@@ -79,6 +79,17 @@ def test_float32_solves_for_rows_whose_squares_underflow(size):
     assert_close("solution", found[1][0] / size, found[0][0], TOLERANCE["float32 on GPU"][0])
 
 
+def test_a_ridge_that_is_lost_beside_long_keys():
+    """A state of rank one, 1e10 times the ridge: in float32 the second pivot of its Cholesky factor is 0."""
+    q, k, _, log_decay, gain, ridge, _, _ = (x.detach().float() for x in inputs(70))
+    state = torch.full((2, 2, 8, 8), 2.0**34)
+    assert torch.linalg.cholesky_ex(state + torch.diag_embed(ridge)).info.all()
+    leaves = [x.requires_grad_() for x in (q, k, log_decay, gain, ridge, state)]
+    solution, residual = solve_queries(*leaves, None, 64, 1e-6)
+    slopes = torch.autograd.grad(solution.square().sum(), leaves)
+    assert all(x.isfinite().all() for x in (solution, residual, *slopes))
+
+
 def test_no_tokens():
     q, k, v, log_decay, gain, ridge, Hkv, Hkk = inputs(0)
     o, final, residual = mesa(q, k, v, log_decay, gain, ridge, initial_state=(Hkv, Hkk), output_final_state=True)

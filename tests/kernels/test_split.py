@@ -105,8 +105,10 @@ else:
 
         return set_length
 
-    def inputs(tokens, dims, dtype, *, heads=2, batch=1, groups=(1, 1, 1), sequences=None, decay=0.02, beta=2.0):
-        make = torch.Generator().manual_seed(0)
+    def inputs(
+        tokens, dims, dtype, *, heads=2, batch=1, groups=(1, 1, 1), sequences=None, decay=0.02, beta=2.0, seed=0
+    ):
+        make = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
             return torch.randn(*shape, dtype=torch.float64, generator=make)
@@ -183,17 +185,22 @@ else:
         check(x, length, 64, TOLERANCE["float32"], linear)
 
     def test_correlated_keys_erased_twice_over_lose_nothing_by_the_split(length):
-        """Such systems amplify rounding; the pieces must not add to what the uncut form loses."""
-        x = inputs(200, (16, 16), torch.float32, heads=1, decay=0.0)
-        x["k"] = torch.nn.functional.normalize(x["k"] + 3 * x["k"][:, :1], dim=-1)
-        x["beta"] = torch.full_like(x["beta"], 1.9)
-        length(0)
-        exact = run({name: t.double() for name, t in x.items()}, False)
-        uncut = run(x, False)
-        length(64)
-        for got, plain, want in zip(run(x, False), uncut, exact, strict=True):
-            for name in want:
-                assert_close(name, got[name], want[name], 1.5 * error(plain[name], want[name]))
+        """Such systems amplify rounding; the pieces must not add to what the uncut form loses, over several draws."""
+        pairs = {}
+        for seed in range(4):
+            x = inputs(200, (16, 16), torch.float32, heads=1, decay=0.0, seed=seed)
+            x["k"] = torch.nn.functional.normalize(x["k"] + 3 * x["k"][:, :1], dim=-1)
+            x["beta"] = torch.full_like(x["beta"], 1.9)
+            length(0)
+            exact = run({name: t.double() for name, t in x.items()}, False)
+            uncut = run(x, False)
+            length(64)
+            for got, plain, want in zip(run(x, False), uncut, exact, strict=True):
+                for name in want:
+                    pairs.setdefault(name, []).append((error(got[name], want[name]), error(plain[name], want[name])))
+        for name, found in pairs.items():
+            cut, whole = torch.tensor(found, dtype=torch.float64).square().mean(0).sqrt()
+            assert cut <= 1.5 * whole, f"{name}: {cut:.2e} > 1.5 x {whole:.2e}"
 
     @pytest.mark.parametrize("dims", [(100, 48), (256, 16)])
     def test_head_dims(dims, length):
