@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import re
 import runpy
 import shlex
 import sys
@@ -20,6 +19,7 @@ from test_evaluate import DOCUMENTS, TASKS
 from linearize import distill, layerwise, models
 from linearize.errors import UserError
 from linearize.mixers import MIXERS, HeadShape, Sample, Segments, build_mixer
+from linearize.mixers.fit import Points
 from linearize.recipe import Recipe
 
 SCRIPT = Path(__file__).parents[1] / "recipes" / "measure.py"
@@ -360,7 +360,7 @@ def test_every_arm_is_a_recipe(ablate):
 
 def test_arms_with_a_mixer_of_their_own_start_and_train_in_another_way(ablate):
     known = dict(MIXERS)
-    names = ("gdn", "gates-tied", "tilt-0", "forgetting-0", "rope-dropped")
+    names = ("gdn", "gates-tied", "tilt-0", "forgetting-0", "rope-dropped", "sink-0", "mean-0", "memory-0", "state-kv")
     arms, aligned = ablate(",".join(names), "--set=distill.lr_mixer=1e-2")
     assert aligned == 2 * len(names) and known == MIXERS
     base, tied, *others = (arms[f"{name}@0"] for name in names)
@@ -369,21 +369,26 @@ def test_arms_with_a_mixer_of_their_own_start_and_train_in_another_way(ablate):
     first = [next(iter(arm["align_losses"].values()))[0] for arm in (base, tied, *others)]
     assert first[0] == first[1] and tied["losses"] != base["losses"]
     # The tiny teacher's heads choose to forget nothing anyway.
-    assert len({first[0], first[2], first[4]}) == 3
+    assert len({*first[:3], *first[4:]}) == len(names) - 2
 
 
 @pytest.fixture
 def started(ablate):
     """What a mixer of the script's own is after its start on random queries and keys, and its samples."""
 
-    def start(name: str):
-        shape = HeadShape(24, 4, 2, 8, 8)
-        samples = [sample_of(shape, seed) for seed in range(4)]
-        mixer = ablate.script[name](shape)
-        mixer.start(samples, 8**-0.5, 4)
+    @torch.no_grad()
+    def start(name: str, change=lambda sample: None):
+        samples = [sample_of(SHAPE, seed) for seed in range(4)]
+        for sample in samples:
+            change(sample)
+        mixer = ablate.script[name](SHAPE)
+        mixer.ladder = mixer.start(samples, 8**-0.5, 4)
         return mixer
 
     return start
+
+
+SHAPE = HeadShape(24, 4, 2, 8, 8)
 
 
 def sample_of(shape: HeadShape, seed: int) -> Sample:
@@ -398,6 +403,17 @@ def sample_of(shape: HeadShape, seed: int) -> Sample:
     return Sample(x, q, k, v, heads, output, Segments())
 
 
+def heads_of(mixer, sample: Sample, **options):
+    """What a mixer makes of a sample, and its state."""
+    return mixer(sample.x, sample.q, sample.k, sample.v, 8**-0.5, segments=sample.segments, **options)
+
+
+def error_of(mixer) -> float:
+    """On what it was fitted on."""
+    samples = [sample_of(SHAPE, seed) for seed in range(4)]
+    return sum(float((heads_of(mixer, at)[0] - at.heads).square().sum()) for at in samples) ** 0.5
+
+
 @torch.no_grad()
 def test_a_start_without_tilt_or_forgetting(started):
     decays = [-F.softplus(started(name).gates.bias[-4:]) for name in ("GDN", "Unforgetting")]
@@ -409,17 +425,158 @@ def test_a_start_without_tilt_or_forgetting(started):
 
 @torch.no_grad()
 def test_tied_gates_are_those_of_the_write_strength(started):
-    sample = sample_of(HeadShape(24, 4, 2, 8, 8), 9)
+    sample = sample_of(SHAPE, 9)
     outputs = {}
     for name in ("GDN", "Tied"):
         mixer = started(name)
-        arguments = (sample.x, sample.q, sample.k, sample.v, 8**-0.5)
-        before, _ = mixer(*arguments, segments=sample.segments)
+        before, _ = heads_of(mixer, sample)
         mixer.gates.weight[:8].normal_(generator=generator(1))
-        after, _ = mixer(*arguments, segments=sample.segments)
+        after, _ = heads_of(mixer, sample)
         outputs[name] = before, after
     assert torch.equal(outputs["GDN"][0], outputs["Tied"][0])
     assert torch.equal(*outputs["Tied"]) and not torch.allclose(*outputs["GDN"], atol=1e-3)
+
+
+TERMS = {"Sinkless": "readout.sink", "Meanless": "readout.mean", "Memoryless": "read_state"}
+
+
+@pytest.mark.parametrize(("name", "term"), TERMS.items())
+@torch.no_grad()
+def test_a_term_of_the_readout_is_not_fitted(started, name, term):
+    """The others are fitted without it, which is better than to leave it out of what was fitted with it."""
+    mixer, whole = started(name), started("GDN")
+    assert whole.get_parameter(term).all() and not mixer.get_parameter(term).any()
+    for other in {*TERMS.values(), "readout.taps", "readout.scales"} - {term}:
+        assert mixer.get_parameter(other).all()
+        assert not torch.allclose(mixer.get_parameter(other), whole.get_parameter(other), rtol=1e-3)
+    whole.get_parameter(term).zero_()
+    assert error_of(mixer) < error_of(whole)
+
+
+@pytest.mark.parametrize(("name", "term"), TERMS.items())
+def test_a_term_of_the_readout_stays_away(started, name, term):
+    """Whatever training does: the mixer is a GDN with 0 for that term, in whole rows and in steps after them."""
+    mixer, whole, sample = started(name), started("GDN"), sample_of(SHAPE, 9)
+    for i, parameter in enumerate(mixer.parameters()):
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator(i))
+    whole.load_state_dict(mixer.state_dict())
+    heads, _ = heads_of(mixer, sample)
+    assert not torch.allclose(heads, heads_of(whole, sample)[0], atol=1e-3)
+    whole.get_parameter(term).data.zero_()
+    assert mixer.get_parameter(term).all() and torch.equal(heads, heads_of(whole, sample)[0])
+    heads.square().mean().backward()
+    assert not mixer.get_parameter(term).grad.any() and all(p.grad is not None for p in mixer.parameters())
+    with torch.no_grad():
+        first, last = (cut(sample, *at) for at in ((0, 20), (20, 24)))
+        _, state = heads_of(mixer, first, output_state=True)
+        step, _ = heads_of(mixer, last, state=state, output_state=True)
+    torch.testing.assert_close(step, heads[:, 20:], atol=1e-4, rtol=1e-4)
+
+
+def cut(sample: Sample, first: int, last: int) -> Sample:
+    rows = {name: getattr(sample, name)[:, first:last] for name in ("x", "q", "k", "v", "heads", "output")}
+    return Sample(**rows, segments=Segments())
+
+
+def by_group(x: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
+    """What the first heads of all groups have, and the second ones; heads, or whole numbers of them, along dim."""
+    return list(x.unflatten(dim, (-1, SHAPE.group)).unbind(dim + 1))
+
+
+@torch.no_grad()
+def test_one_state_for_the_heads_of_a_group(started):
+    """Whatever the parameters become."""
+    mixer, sample = started("Shared"), sample_of(SHAPE, 9)
+    shared = [mixer.get_parameter(name) for name in type(mixer).shared]
+    own = [p for p in mixer.parameters() if all(p is not other for other in shared)]
+    assert {p.numel() for p in own} == {4, 4 * mixer.taps, 4 * mixer.time_scales}, "readout scalars"
+    seen = []
+    mixer.operator = lambda *args, **kw: seen.append(args) or type(mixer).operator(*args, **kw)
+    for change in (0.0, 0.3):  # after the start, and anywhere
+        for i, parameter in enumerate(mixer.parameters()):
+            parameter += change * torch.randn(parameter.shape, generator=generator(i))
+        before, state = heads_of(mixer, sample, output_state=True)
+        # Log write weight, forgetting, exponent of the decay and erase of every token, and c_h.
+        for x in seen[-1][3:]:
+            first, second = by_group(x, x.ndim - 1)
+            assert torch.equal(first, second)
+            assert not change or not torch.equal(*first.unbind(-1))
+        for name in ("memory", "key_mean", "value_mean", "log_z", "scale_mean", "scale_log_z"):
+            rows = state[name].unflatten(1, (SHAPE.q_heads, -1))
+            first, second = by_group(rows, 1)
+            assert torch.equal(first, second) and not torch.equal(*first.unbind(1))
+        for parameter in shared:
+            first, second = by_group(parameter)
+            assert torch.equal(first, second) is (change == 0)
+            second.add_(1)
+        assert torch.equal(before, heads_of(mixer, sample)[0])
+        for parameter in shared:
+            by_group(parameter)[1].sub_(1)
+    for parameter in own:
+        by_group(parameter, parameter.shape.index(4))[1].add_(1)
+        assert not torch.equal(before, heads_of(mixer, sample)[0])
+        before, _ = heads_of(mixer, sample)
+    with torch.enable_grad():
+        heads_of(mixer, sample)[0].square().mean().backward()
+    assert all(p.grad is not None for p in mixer.parameters())
+    assert all(by_group(p.grad)[0].any() and not by_group(p.grad)[1].any() for p in shared)
+
+
+@torch.no_grad()
+def test_a_group_starts_from_its_summed_error(started):
+    """Its heads choose together: the one decides whose error is the larger; they fit their readout each for itself."""
+
+    def alike(sample):
+        for name in ("q", "heads"):
+            x = getattr(sample, name)
+            setattr(sample, name, x[:, :, :: SHAPE.group].repeat_interleave(SHAPE.group, 2))
+
+    def close(mixer, other, heads=slice(None)):
+        pairs = ((mixer.get_parameter(name), other.get_parameter(name)) for name in type(mixer).shared)
+        pairs = [(x.unflatten(0, (-1, SHAPE.q_heads)), y.unflatten(0, (-1, SHAPE.q_heads))) for x, y in pairs]
+        return all(torch.allclose(x[:, heads], y[:, heads], atol=1e-5) for x, y in pairs)
+
+    one, other = started("Shared", alike), started("GDN", alike)
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(parameter, other.get_parameter(name), atol=1e-4, rtol=1e-3)
+    assert one.ladder["full"] == pytest.approx(other.ladder["full"], rel=1e-3)
+    assert not close(started("Shared"), started("GDN"))
+
+    def unlike(sizes):
+        """Heads that ask the same but want something else, one of them loudly."""
+
+        def change(sample):
+            sample.q = sample.q[:, :, :: SHAPE.group].repeat_interleave(SHAPE.group, 2)
+            mean = sample.v.cumsum(1) / torch.arange(1, 25).view(-1, 1, 1)
+            noise = 0.3 * torch.randn(mean.shape, generator=generator(5))  # no mixer fits it
+            wanted = sizes[0] * sample.heads[:, :, :: SHAPE.group], sizes[1] * (mean + noise)
+            sample.heads = torch.stack(wanted, 3).flatten(2, 3)
+
+        return change
+
+    alone = started("GDN", unlike((1.0, 1.0)))
+    for decides, sizes in enumerate(((1.0, 0.01), (0.01, 1.0))):
+        mixer = started("Shared", unlike(sizes))
+        assert close(mixer, alone, slice(decides, None, SHAPE.group))
+        assert not close(mixer, alone, slice(1 - decides, None, SHAPE.group))
+        assert all(not torch.equal(*by_group(x)) for x in (mixer.readout.mean, mixer.read_state, mixer.readout.sink))
+
+
+@torch.no_grad()
+def test_the_keys_of_a_group_are_balanced_for_all_its_queries(ablate, started):
+    """c_h^2 is E|s (q - r)| of all its heads over E|k - kbar|, times the erase scale that was chosen."""
+
+    def louder(sample):
+        sample.q[:, :, 1 :: SHAPE.group] *= 3
+
+    module, sample, mixer = ablate.script["gdn"], sample_of(SHAPE, 0), started("Shared", louder)
+    louder(sample)
+    point = Points(mixer.reference[:, None], mixer.gates.bias[-4:, None])
+    _, own = module.erased_terms(8**-0.5, sample, point, (1.0,), None)
+    reach = (sample.q - mixer.reference).norm(dim=-1).mean((0, 1))
+    together = reach.unflatten(0, (-1, SHAPE.group)).mean(1).repeat_interleave(SHAPE.group)
+    erase = (2 * (mixer.log_balance - own[:, 0])).exp() * reach / together
+    assert all(any(abs(found / known - 1) < 1e-3 for known in module.ERASES) for found in erase.tolist())
 
 
 @torch.no_grad()
@@ -453,6 +610,6 @@ def test_the_command_in_the_results_has_every_option():
     made = script["arguments"](asked)
     text = script["command_of"](made)
     assert script["arguments"]([*shlex.split(text)[1:], "--out", "x"]).__dict__ == made.__dict__ | {"out": Path("x")}
-    options = set(re.findall(r"--[a-z-]+", text))
     for arm in json.loads((folder / "results.json").read_text()).values():
-        assert options == set(re.findall(r"--[a-z-]+", arm["command"]))
+        again = script["arguments"]([*shlex.split(arm["command"])[1:], "--out", "x"])
+        assert script["command_of"](again) == arm["command"]

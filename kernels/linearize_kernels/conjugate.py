@@ -53,8 +53,10 @@ class _Systems:
         return ((p @ self.keys.mT) * self.weights) @ self.keys + self.reach * (p @ self.state) + self.ridge * p
 
     def solve(self, target: Tensor, max_iter: int, tol: float) -> tuple[Tensor, Tensor]:
-        """(x with A x = target, |target - A x| / |target| per row): of every row the nearest there was, whose last may be
-        far from it where rounding is all that is left of the matrix."""
+        """(x with A x = target, |target - A x| / |target| per row).
+
+        Of every row the nearest iterate: the last may be far off where rounding is all that is left of the matrix.
+        """
         # In two steps: squares of a short row underflow long before its entries do.
         peak = target.abs().amax(-1, keepdim=True).clamp_min(1e-30)
         size = peak * (target / peak).norm(dim=-1, keepdim=True).clamp_min(1.0)

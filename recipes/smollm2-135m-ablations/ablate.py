@@ -24,11 +24,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 from unittest.mock import patch
 
 import torch
 import transformers
+from torch import Tensor, nn
 
 from linearize import recipe as recipes
 from linearize.assemble import assemble, fill
@@ -40,7 +43,7 @@ from linearize.data import Rows, open_sources
 from linearize.distill import Trainer
 from linearize.errors import UserError
 from linearize.metrics import Metrics
-from linearize.mixers import MIXERS, fit
+from linearize.mixers import MIXERS, fit, gdn
 from linearize.mixers.gdn import GDN
 from linearize.models import free_memory
 from linearize.processes import Processes, device_name, pick_device
@@ -89,6 +92,11 @@ ARMS: dict[str, dict[str, str]] = {
     "taps-1": {"calibrate.taps": "1"},
     "time-scales-0": {"calibrate.time_scales": "0"},
     "taps-1-time-scales-0": {"calibrate.taps": "1", "calibrate.time_scales": "0"},
+    "sink-0": {"convert.mixer": "gdn-sinkless"},
+    "mean-0": {"convert.mixer": "gdn-meanless"},
+    "memory-0": {"convert.mixer": "gdn-memoryless"},
+    # one state for all query heads of a KV head
+    "state-kv": {"convert.mixer": "gdn-shared"},
     # every layer calibrated before any is aligned, on teacher's states rather than aligned layers'
     "calibrate-first": {"align.order": "calibrate-first"},
     # which layers keep their softmax: the base's are evenly spaced
@@ -105,7 +113,8 @@ GROUPS: dict[str, list[str]] = {
     "context": ["gdn", "context-512", "context-2048"],
     "batch": ["gdn", "batch-8k", "batch-32k", "batch-64k"],
     "train": ["gdn", "train-attention", "train-mixers"],
-    "readout": ["gdn", "taps-1", "time-scales-0", "taps-1-time-scales-0"],
+    "readout": ["gdn", "taps-1", "time-scales-0", "taps-1-time-scales-0", "sink-0", "mean-0", "memory-0"],
+    "state": ["gdn", "state-kv"],
     "order": ["gdn", "calibrate-first"],
     "text": ["gdn", "self"],
     "keep": ["gdn", "keep-once", "keep-greedy"],
@@ -206,9 +215,130 @@ def unrotated(attn, args, kwargs):
 
 
 @contextlib.contextmanager
+def standing_in(mixer: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the mixer computes with these in place of its parameters of those names."""
+    with contextlib.ExitStack() as stack:
+        for name, tensor in tensors.items():
+            owner, _, last = name.rpartition(".")
+            stack.enter_context(patch.dict(mixer.get_submodule(owner)._parameters, {last: tensor}))
+        yield
+
+
+class Without(fit.Moments):
+    """Fits every readout without the term in one place of it, to which it gives 0."""
+
+    def __init__(self, place: int):
+        super().__init__()
+        self.place = place
+
+    def fit(self, index, *, both=False):
+        left = torch.arange(index.shape[-1], device=index.device) != self.place
+        found = index.new_zeros(index.shape, dtype=torch.float64)
+        found[..., left] = super().fit(index[..., left], both=both)
+        return found
+
+
+class Lacking(GDN):
+    """Without one term of the readout: all is chosen and fitted without it, and training does not bring it back."""
+
+    term: ClassVar[str]  # its parameter
+
+    def start(self, samples, scale, select):
+        place = {"readout.mean": 0, "read_state": 1, "readout.sink": 2 + self.taps}[self.term]
+        with patch.object(fit, "Moments", partial(Without, place)):
+            return super().start(samples, scale, select)
+
+    def forward(self, *args, **kwargs):
+        # Times 0, as training wants a gradient of every parameter.
+        with standing_in(self, {self.term: 0 * self.get_parameter(self.term)}):
+            return super().forward(*args, **kwargs)
+
+
+class Sinkless(Lacking):
+    """No value of the first token."""
+
+    kind = "gdn-sinkless"
+    term = "readout.sink"
+
+
+class Meanless(Lacking):
+    """No running mean at the memory's own tilt and forgetting; the time scales choose among the others, as always."""
+
+    kind = "gdn-meanless"
+    term = "readout.mean"
+
+
+class Memoryless(Lacking):
+    """Nothing is read from the memory: means and values are all there is."""
+
+    kind = "gdn-memoryless"
+    term = "read_state"
+
+
+class Grouped(fit.Moments):
+    """Gives every head the error of its group, so that the heads of a group choose the same."""
+
+    def __init__(self, group: int):
+        super().__init__()
+        self.group = group
+
+    def error(self, index, coefficients):
+        error = super().error(index, coefficients).unflatten(-1, (-1, self.group))
+        return error.sum(-1, keepdim=True).expand_as(error).flatten(-2)
+
+    def relative(self, index, coefficients):
+        # What is reported stays each head's own.
+        return (super().error(index, coefficients) / self.power[1].clamp(min=1e-30)).sqrt()
+
+
+class Shared(GDN):
+    """One state per KV head: its query heads differ only in what they ask and in their readout scalars.
+
+    Of all that writes and forgets, time scales included, the first head's parameters serve the whole group. Memory and
+    means then come out the same for all its heads: one copy would do, but the kernels keep one a head.
+    """
+
+    kind = "gdn-shared"
+    shared = (
+        "gates.weight",
+        "gates.bias",
+        "reference",
+        "log_balance",
+        "readout.scale_reference",
+        "readout.scale_forget",
+    )
+
+    def start(self, samples, scale, select):
+        group, mean_queries, terms = self.shape.group, fit.mean_queries, gdn.erased_terms
+
+        def queries(samples):
+            return mean_queries(samples).unflatten(0, (-1, group)).mean(1).repeat_interleave(group, 0)
+
+        def memory(scale, sample, points, erases, log_balance):
+            if log_balance is None:
+                # c_h^2 is E|s (q - r)| of all queries of a group over E|k - kbar|, which they have in common.
+                _, own = terms(scale, sample, points, erases[:1], None)
+                reach = (2 * own).exp().unflatten(0, (-1, group)).mean(1)
+                log_balance = 0.5 * reach.log().repeat_interleave(group, 0)
+            return terms(scale, sample, points, erases, log_balance)
+
+        with patch.multiple(fit, Moments=partial(Grouped, group), mean_queries=queries):
+            with patch.object(gdn, "erased_terms", memory):
+                return super().start(samples, scale, select)
+
+    def forward(self, *args, **kwargs):
+        # Heads are rows, a group's next to each other, in every one of them.
+        group = self.shape.group
+        rows = {name: self.get_parameter(name)[::group].repeat_interleave(group, 0) for name in self.shared}
+        with standing_in(self, rows):
+            return super().forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
 def own_mixers() -> Iterator[None]:
     """Inside, recipes and students know these mixers too."""
-    own = {cls.kind: cls for cls in (Tied, Untilted, Unforgetting, Unrotated)}
+    known = (Tied, Untilted, Unforgetting, Unrotated, Sinkless, Meanless, Memoryless, Shared)
+    own = {cls.kind: cls for cls in known}
     options = dict.fromkeys(own, recipes.READOUT)
     with patch.dict(MIXERS, own), patch.dict(recipes.MIXER_OPTIONS, options):
         with patch.object(recipes, "MIXER_KINDS", tuple(recipes.MIXER_OPTIONS)):
