@@ -80,6 +80,16 @@ def text(rows: int, length: int) -> torch.Tensor:
     return torch.randint(4, 260, (rows, length), generator=generator(3))
 
 
+def decoded(model, ids: torch.Tensor, start: int) -> torch.Tensor:
+    """Logits of all tokens: the first `start` at once, then one at a time through the cache."""
+    out = model(ids[:, :start], use_cache=True)
+    pieces, cache = [out.logits], out.cache
+    for t in range(start, ids.shape[1]):
+        out = model(ids[:, t : t + 1], cache=cache, use_cache=True)
+        pieces.append(out.logits)
+    return torch.cat(pieces, 1)
+
+
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
 
@@ -98,17 +108,12 @@ def test_logits_are_the_sources(source, name, tmp_path):
     copy_ = native(tmp_path / "out")
     ids = text(2, 70)  # beyond one chunk of 64
     want = model(ids, use_cache=False).logits
-    out = copy_(ids[:, :60], use_cache=True)
-    pieces, cache = [out.logits], out.cache
-    for t in range(60, 70):
-        out = copy_(ids[:, t : t + 1], cache=cache, use_cache=True)
-        pieces.append(out.logits)
     mask = torch.ones(2, 80, dtype=torch.long)
     mask[0, :10], mask[1, :17] = 0, 0
     padded = torch.stack([torch.cat([torch.zeros(10, dtype=torch.long), ids[0]]), *[torch.zeros(80, dtype=torch.long)]])
     padded[1, 17:] = ids[1, :63]
     left = copy_(padded, attention_mask=mask, use_cache=False).logits
-    pairs = [(copy_(ids, use_cache=False).logits, want), (torch.cat(pieces, 1), want)]
+    pairs = [(copy_(ids, use_cache=False).logits, want), (decoded(copy_, ids, 60), want)]
     pairs += [(left[0, 10:], want[0]), (left[1, 17:], want[1, :63])]
     for got, expected in pairs:
         if SOURCES[name][0] == "qwen3":
@@ -132,12 +137,7 @@ def test_from_teacher_to_native(source, family, tmp_path):
     exported, ids = native(tmp_path / "out"), text(2, 40)
     with torch.no_grad():
         want = student(ids, use_cache=False).logits
-        out = exported(ids[:, :30], use_cache=True)
-        pieces, cache = [out.logits], out.cache
-        for t in range(30, 40):
-            out = exported(ids[:, t : t + 1], cache=cache, use_cache=True)
-            pieces.append(out.logits)
-        for got in (exported(ids, use_cache=False).logits, torch.cat(pieces, 1)):
+        for got in (exported(ids, use_cache=False).logits, decoded(exported, ids, 30)):
             assert divergence(got, want) < 1e-6
             assert family != "qwen3" or relative(got, want) < 1e-5
     card = (tmp_path / "out" / "README.md").read_text()
