@@ -14,12 +14,14 @@ Beside these: a needle in a text, questions with written answers (--qa, the task
 
 OUT/results.json is written after every stage; --skip leaves stages out, by their names in STAGES. The same command
 again goes on where it was stopped: the conversion by itself, the measurements with those that are not in the file.
+Once the conversion is done, several processes that skip different stages may measure at the same time.
 --teacher-results names a file that keeps what the teacher gave, for other recipes and other machines with the same
 weights and library versions: it is read when it is there, and written. Paths are left out of what is written.
 """
 
 import argparse
 import contextlib
+import fcntl
 import functools
 import hashlib
 import heapq
@@ -271,13 +273,14 @@ def kept_teacher(model: str, recipe: Recipe, file: Path | None, console: Console
 
 
 class Results:
-    """OUT/results.json: what is known so far. `found` is its content."""
+    """OUT/results.json: what is known so far. `found` is its content, `own` the stages that this process measured."""
 
     def __init__(self, out: Path, command: str, recipe: Recipe, device: torch.device) -> None:
         self.path = out / "results.json"
         out.mkdir(parents=True, exist_ok=True)
         asked = public(recipe.fingerprint())
         self.found: dict = {}
+        self.own: set[str] = set()
         if self.path.is_file():
             self.found = read_object(self.path, "remove it to measure again")
             if self.found["asked"] != asked:
@@ -285,7 +288,8 @@ class Results:
                 raise UserError(
                     f"{self.path} is of another recipe", value=", ".join(other), fix="name another --out folder"
                 )
-        self.found |= {"asked": asked, "command": public(re.sub(r" --out \S+", "", command))}
+        # --skip says who measured what, not what is in the file.
+        self.found |= {"asked": asked, "command": public(re.sub(r" --(out|skip)[ =]\S+", "", command))}
         self.found |= {"device": device_name(device), "versions": versions()}
         self.found.setdefault("seconds", {})
         self.found.setdefault("evaluation", {})
@@ -299,11 +303,20 @@ class Results:
         finally:
             seconds = time.monotonic() - began
             self.found["seconds"][name] = round(self.found["seconds"].get(name, 0) + seconds, 1)
+            self.own.add(name)
             print(f"== {name}: {format_seconds(seconds)}", flush=True)
             self.write()
 
     def write(self) -> None:
-        atomic_write_text(self.path, json.dumps(plain(self.found), indent=1) + "\n")
+        """Put the file in place, with what other processes have written into it meanwhile."""
+        with open(self.path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.path.is_file():
+                there = read_object(self.path, "remove it to measure again")
+                for part in ("seconds", "evaluation"):
+                    own = {name: value for name, value in self.found[part].items() if name in self.own}
+                    self.found[part] = there[part] | own
+            atomic_write_text(self.path, json.dumps(plain(self.found), indent=1) + "\n")
 
     def has(self, name: str, asked: dict) -> bool:
         return self.found["evaluation"].get(name, {}).get("options") == asked
@@ -314,6 +327,7 @@ class Results:
         # What a model wrote stays as it is.
         measured = {key: value if key == "samples" else public(value) for key, value in measured.items()}
         self.found["evaluation"][name] = {"options": asked, **measured}
+        self.own.add(name)
         self.write()
 
     def summarise(self, console: Console) -> None:

@@ -200,6 +200,23 @@ def test_stages_can_be_left_out(measure, capsys):
         assert words in capsys.readouterr().err
 
 
+def test_processes_that_skip_different_stages_share_a_file(measure, monkeypatch):
+    asks = ["--set", "distill.tokens=0"]
+    measure(*asks, "--no-eval")
+    rest = "wikitext2,tasks,recall,needle,qa,samples,decode"
+    whole = MEASURE["evaluation"].evaluate
+
+    def meanwhile(*args):
+        monkeypatch.setattr(MEASURE["evaluation"], "evaluate", whole)
+        measure(*asks, "--skip", rest, "--contexts", "48")
+        return whole(*args)
+
+    monkeypatch.setattr(MEASURE["evaluation"], "evaluate", meanwhile)
+    found, _ = measure(*asks, "--skip", rest, "--contexts", "96")
+    assert set(found["evaluation"]) == {"perplexity-48", "perplexity-96"} < set(found["seconds"])
+    assert "--skip" not in found["command"]
+
+
 def test_a_stage_that_fails_is_told_and_the_next_one_runs(measure, tmp_path, capsys):
     (tmp_path / "bad.json").write_text("[]")
     skipped = ["--set", "distill.tokens=0", "--skip", "wikitext2,tasks,recall,perplexity,needle,samples"]

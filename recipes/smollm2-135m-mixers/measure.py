@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--wikitext", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", help="run.dtype: float32 or bfloat16")
     parser.add_argument("--mixers", default=",".join(ORDER), help="in this order")
     parser.add_argument("--keep", default="25%,none", help="--keep-softmax of each block of arms")
     parser.add_argument("--calibrate-tokens", default="32k")
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     results = {
         "command": f"measure.py MODEL --data ... --calibrate-tokens {args.calibrate_tokens} "
         f"--align-tokens {args.align_tokens} --align-batch {args.align_batch} --context {args.context} "
-        f"--device {args.device}",
+        f"--device {args.device} --dtype {args.dtype}",
         "device": device_name(torch.device(args.device)),
         "torch": torch.__version__,
         "arms": [],
@@ -173,7 +174,7 @@ def measure(mixer: str, keep: str, args: argparse.Namespace) -> dict:
             "data.source": args.data,
             "data.heldout_tokens": "32k",
             "run.device": args.device,
-            "run.dtype": "float32",
+            "run.dtype": args.dtype,
         }
         with tempfile.TemporaryDirectory() as folder:
             out, began = Path(folder) / "out", time.monotonic()
